@@ -1,0 +1,74 @@
+// What calibration found for one model, in one safetensors file (docs/design/artefact.md): means and rotations per layer,
+// and where they come from. It refuses another model.
+//
+// Tensors (F32): layers.N.k_mean [H_kv, D]; layers.N.k_rotation, layers.N.v_rotation [H_kv or 1, D, D], row-vector
+// convention (x_rotated = x R). Layers are the model's own numbers and may be sparse.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace crumb {
+
+// Identity of a model for calibration purposes: what must agree for an artefact to fit.
+struct ModelIdentity {
+    std::string name;    // general.name, for people
+    std::string architecture;
+    std::string hash;    // XXH3-128 of the weights, hex; the same file under another name is the same model
+    int n_layer = 0;
+    int n_head = 0;
+    int n_head_kv = 0;
+    int dim_k = 0;
+    int dim_v = 0;
+    bool operator==(const ModelIdentity&) const = default;
+};
+
+struct Provenance {
+    ModelIdentity model;
+    std::string method;      // qqt / sst / ktk ..., composition, per head or per layer
+    std::string text_hash;   // XXH3-128 of the calibration tokens
+    std::string texts;       // file names, comma separated
+    uint64_t tokens = 0;
+    std::string created_by;  // crumb version
+};
+
+// One side of one layer: [heads][D] and [heads][D][D] row major; heads is H_kv, or 1 for all heads together.
+struct Matrices {
+    int heads = 0;
+    int dim = 0;
+    std::vector<float> data;
+    std::span<const float> head(int h) const;
+};
+
+struct LayerArtefact {
+    Matrices k_mean;      // data [heads][D]
+    Matrices k_rotation;  // data [heads][D][D]; heads 0: absent
+    Matrices v_rotation;
+};
+
+class Artefact {
+public:
+    Provenance provenance;
+    std::map<int, LayerArtefact> layers;
+
+    // XXH3-128 over the tensors and the provenance, hex: printed, and part of page identity.
+    std::string hash() const;
+
+    // Throws Error, which says what differs, unless `model` is the one this was made for.
+    void require(const ModelIdentity& model) const;
+
+    // The layer's matrices; throws Error that names the layer if calibration did not see it.
+    const LayerArtefact& layer(int index) const;
+};
+
+// Reads and checks everything (offsets, sizes, finite values, orthogonality within 1e-3). Throws Error.
+Artefact read_artefact(const std::filesystem::path& file);
+
+// Writes to a temporary file beside `file` and renames it.
+void write_artefact(const Artefact& artefact, const std::filesystem::path& file);
+
+}  // namespace crumb

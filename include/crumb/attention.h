@@ -1,0 +1,124 @@
+// Attention over pages: one descriptor for the layer, one plan a step (shared by all layers of a kind), one run.
+//
+// What a query sees depends on positions alone (docs/design/position-rule.md). A row at position t sees tokens
+// begin <= j < end; of these, j < sink and j >= coded_end are read as BF16, the others through their codes.
+//
+// A row's result is the same, bit for bit, whatever other rows are in the plan and however many threads run it: tokens
+// are summed page by page within ranges whose borders depend on `end` alone, and ranges are merged in ascending order.
+#pragma once
+
+#include <crumb/page.h>
+#include <crumb/recipe.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace crumb {
+
+// Blocks hold the pages of all KV heads of one layer for 64 tokens; block i of a sequence is `base + ids[i] * stride`.
+struct BlockTable {
+    const std::byte* base = nullptr;
+    size_t stride = 0;  // bytes of a block: n_head_kv pages
+    std::span<const uint32_t> ids;  // by block index (position / 64); kNoBlock where there is none
+
+    const std::byte* block(int index) const { return base + size_t(ids[index]) * stride; }
+};
+
+inline constexpr uint32_t kNoBlock = 0xffffffff;
+
+// One sequence in one layer.
+struct SequenceView {
+    BlockTable coded;
+    BlockTable exact;  // BF16 records
+};
+
+// What stays the same for a layer.
+struct AttentionLayer {
+    int n_head = 0;
+    int n_head_kv = 0;
+    PageFormat format;  // of the coded blocks; exact blocks are bf16_format(dim_k, dim_v)
+    std::span<const HeadTables> tables;  // [n_head_kv], empty for the BF16 format
+    float scale = 1.0f;           // of the logits
+    float softcap = 0.0f;         // cap * tanh(logit / cap), 0: none
+    float alibi_max_bias = 0.0f;  // 0: none
+    const float* sinks = nullptr; // [n_head], one more logit without a value, or null
+};
+
+// One query token.
+struct QueryRow {
+    uint32_t sequence = 0;   // index into the views of the step
+    uint32_t token = 0;      // row of q and of the output
+    int32_t position = 0;
+    int32_t begin = 0;       // first token that it sees (sliding windows), 0 otherwise
+    int32_t coded_end = 0;   // tokens sink <= j < coded_end are read through their codes
+    int32_t end = 0;         // one past the last token that it sees
+};
+
+// Tokens [64 block, ..) of a tile of rows of one sequence, in one range. Made by the planner.
+struct AttentionTile {
+    uint32_t first_row = 0;
+    uint32_t n_rows = 0;
+    uint32_t range_blocks = 0;  // blocks a range: depends on `end` alone
+    uint32_t first_range = 0;
+    uint32_t n_ranges = 0;
+};
+
+// The step's work list. Rows of one sequence must be adjacent and ascending in position.
+class AttentionPlan {
+public:
+    AttentionPlan() = default;
+    AttentionPlan(std::vector<QueryRow> rows, int sink);
+
+    std::span<const QueryRow> rows() const { return rows_; }
+    std::span<const AttentionTile> tiles() const { return tiles_; }
+    int sink() const { return sink_; }
+
+private:
+    std::vector<QueryRow> rows_;
+    std::vector<AttentionTile> tiles_;
+    int sink_ = 0;
+};
+
+// q: row `token` of head h is at q + token * token_stride + h * head_stride floats, dim_k of them.
+// out: row `token` is at out + token * out_stride floats: [n_head][dim_v].
+struct AttentionIo {
+    const float* q = nullptr;
+    size_t token_stride = 0;
+    size_t head_stride = 0;
+    float* out = nullptr;
+    size_t out_stride = 0;
+};
+
+// In double precision, token by token, from decode_keys() and decode_values(): the definition of right.
+void attend_reference(const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
+                      const AttentionIo& io);
+
+// The CPU kernels. Instruction sets are chosen at run time; every one can be forced for tests.
+enum class Isa : uint8_t { portable, avx2, avx512 };
+bool supported(Isa isa);
+Isa best_isa();
+
+// Shared by the threads that run one layer of one step: who does what next, and partial results of split ranges. Its
+// size depends on the plan's rows and heads, never on the context. reset() before each layer, by one thread.
+class AttentionWork {
+public:
+    AttentionWork();
+    ~AttentionWork();
+    void prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format, int n_threads);
+
+    struct State;
+    State& state() { return *state_; }
+
+private:
+    std::unique_ptr<State> state_;
+};
+
+// Called by each of the n threads that prepare() was told of; returns when this thread finds no more work. All output
+// is written when all have returned.
+void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
+            const AttentionIo& io, AttentionWork& work, int thread);
+
+}  // namespace crumb

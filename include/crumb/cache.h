@@ -1,0 +1,146 @@
+// The KV cache of all sequences of one model: pools of blocks, sequences as lists of blocks, windows, fork and crop.
+//
+// A block is 64 tokens, aligned at 0, of all KV heads of a layer. Block ids are the same in all layers of a kind, so a
+// sequence has one table, not one a layer. Three pools, each a slab a layer, sized when the cache is made; nothing else
+// grows with the context:
+//   coded    pages of the recipe, layers that see everything
+//   exact    BF16 records of the same layers: sinks and the recent tokens
+//   window   BF16 records of sliding-window layers
+//
+// Life of a token: its K and V become BF16 rows of an exact block. When all 64 tokens of a block are older than
+// edge(t) = 64 floor(max(0, t + 1 - recent) / 64) of the newest token t, the block is demoted: encoded into a coded
+// block. The exact block is freed when no query can want it any more. Sinks keep theirs.
+//
+// Full blocks are immutable and shared by reference count between forked sequences; the last, partial exact block is
+// copied. Cropping to a position inside the exact region loses nothing. Cropping deeper leaves tokens inside the window
+// that exist only as codes ("aged early"): they are read through their codes, counted, and keep them when their block is
+// demoted again, so that codes never drift.
+#pragma once
+
+#include <crumb/attention.h>
+#include <crumb/recipe.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace crumb {
+
+enum class PrefillRule : uint8_t {
+    position,  // what a query sees depends on positions alone
+    exact,     // the papers': tokens of the same chunk, and the window of the chunk's first token, are exact
+};
+
+// edge(t) of the position rule.
+int32_t coded_edge(int32_t position, int recent);
+
+struct CacheLayer {
+    int n_head_kv = 0;
+    int dim_k = 0;
+    int dim_v = 0;
+    int window = 0;      // tokens that a query sees, itself included; 0: all (then it is coded)
+    bool stores = true;  // false: the layer reads another layer's K and V, or has none
+};
+
+struct CacheConfig {
+    const Recipe* recipe = nullptr;
+    std::vector<CacheLayer> layers;                  // by model layer
+    std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers that are not coded
+    int sink = 64;
+    int recent = 256;
+    PrefillRule prefill = PrefillRule::position;
+    int n_sequences = 1;
+    int64_t tokens_per_sequence = 0;  // the longest that one sequence can become
+    int64_t tokens_total = 0;         // of all sequences together; at least tokens_per_sequence
+    int max_step_tokens = 512;        // tokens of one step (ubatch)
+    std::string artefact_hash;        // part of the identity of saved states
+    std::string model_hash;
+};
+
+// What a cache of this configuration allocates, by the page formats alone: what `inspect` prints and what Cache takes.
+struct CacheBytes {
+    size_t coded = 0;
+    size_t exact = 0;   // sinks and recent windows
+    size_t window = 0;  // sliding-window layers
+    size_t total() const { return coded + exact + window; }
+    size_t bf16_equivalent = 0;       // 16-bit K and V of the same capacity (sliding-window layers: their window)
+    double bits_per_element = 0;      // pages of coded layers, without windows
+    double effective_bits = 0;        // total() over the elements of the capacity
+};
+CacheBytes cache_bytes(const CacheConfig& config);
+
+struct CacheCounters {
+    EncodeCounts encoded;
+    uint64_t demoted_blocks = 0;
+    uint64_t aged_early_tokens = 0;  // tokens that a crop left readable through their codes only
+    uint64_t shared_blocks = 0;      // now
+    uint64_t blocks_in_use = 0;      // now, coded
+    uint64_t blocks_total = 0;
+};
+
+// A token of a step: it is appended to `sequence`, K and V rows are found by `token`.
+struct Append {
+    uint32_t sequence = 0;
+    uint32_t token = 0;
+};
+
+// Rows of a step's K or V in one layer: row of head h of token i is at data + i * token_stride + h * head_stride.
+struct RowSource {
+    const float* data = nullptr;
+    size_t token_stride = 0;
+    size_t head_stride = 0;
+};
+
+class Cache {
+public:
+    // Allocates everything. Throws Error (unsupported sizes, no memory, contradictory settings).
+    explicit Cache(CacheConfig config);
+    ~Cache();
+    Cache(const Cache&) = delete;
+    Cache& operator=(const Cache&) = delete;
+
+    const CacheConfig& config() const;
+    CacheBytes bytes() const;         // of what is allocated
+    CacheCounters counters() const;
+
+    int32_t length(uint32_t sequence) const;
+    // The lowest position to which the sequence can be cropped without losing a sliding window; 0 if there is none.
+    int32_t lowest_crop(uint32_t sequence) const;
+
+    // Removes tokens from position `length` on. Always succeeds at lowest_crop() or above, and at 0; false otherwise,
+    // and then nothing changed.
+    bool crop(uint32_t sequence, int32_t length);
+    // Makes `to` a copy of the first `length` tokens of `from`; what `to` held is dropped. False as crop().
+    bool fork(uint32_t from, uint32_t to, int32_t length);
+
+    // Whether these tokens can be appended: lengths and free blocks. Nothing changes.
+    bool fits(std::span<const Append> appends) const;
+
+    // Begins a step: appends tokens, all or nothing (false: does not fit), and makes the step's plans. Tokens of one
+    // sequence are in ascending order. `causal` false: rows see all tokens of their sequence after the step.
+    bool begin(std::span<const Append> appends, bool causal = true);
+
+    // Stores K and V of the step's tokens in a layer and encodes what is due. Called by each of n threads; attention may
+    // start when all have returned. Layers without `stores` are not passed here.
+    void store(int layer, RowSource k, RowSource v, int thread, int n_threads);
+
+    // Rows and views of the step for attention in this layer (the one that stores, for a layer that reads another's).
+    const AttentionPlan& plan(int layer) const;
+    std::span<const SequenceView> views(int layer) const;
+
+    // One sequence as bytes: header (version, identity of configuration and model), block records with checksums.
+    // restore() parses and checks everything before it replaces what was there; throws Error and changes nothing
+    // otherwise. `windows_only`: the sliding-window layers alone (a checkpoint that completes a cropped sequence).
+    using Write = std::function<void(const void*, size_t)>;
+    using Read = std::function<void(void*, size_t)>;
+    void save(uint32_t sequence, const Write& write, bool windows_only = false) const;
+    void restore(uint32_t sequence, const Read& read, bool windows_only = false);
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+}  // namespace crumb

@@ -1,0 +1,109 @@
+// A page: 64 tokens of one KV head of one layer, K and V, codes and side information in one record without pointers.
+// It can be copied, saved, hashed, shared and moved between machines as bytes. This header is the only place that knows
+// where a byte of it is; every size, bits-per-element figure and plan comes from here. docs/design/page-format.md
+//
+// Record of family T (per token), offsets in bytes, D = head size, P = planes, little endian:
+//   K codes   16 P_k         blocks of 64 bytes, see key_code_at()
+//   V codes   16 P_v         blocks of 64 bytes, see value_code_at()
+//   K info    scale_zero: FP16 scale[64], FP16 zero[64]; gain16: FP16 gain[64]; gain8: uint8 gain[64]
+//   V info    same
+//   K mean    int8 [D_k], if there is a page mean
+//   V mean    int8 [D_v], same
+// A token's value reads as   x_hat = mean + page mean + s_t sum_p B_p (digit_tp - 1.5) + z_t ones
+// with s_t the scale or gain, z_t the zero (the value of the middle of the code range, not of code 0), and B, ones, mean
+// static tables (recipe.h). Digits are base 4: a direction coded in 4 bits is two planes whose rows of B are 4 d u and d u.
+//
+// P is a multiple of 32, so that budgets move in steps of half a head at D = 64. Head sizes that are not are padded with
+// planes whose rows of B are 0.
+//
+// BF16 record (windows, sinks, the `bf16` recipe): K as bf16 [D_k][64], so that 64 tokens of a channel are one vector,
+// then V as bf16 [64][D_v].
+//
+// The byte map is provisional (version 0) until it has been measured on CPU and CUDA together.
+#pragma once
+
+#include <crumb/half.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace crumb {
+
+inline constexpr int kPageTokens = 64;
+inline constexpr int kPlaneStep = 32;
+inline constexpr int kPageFormatVersion = 0;
+
+enum class SideInfo : uint8_t {
+    none,        // BF16 rows carry no side information
+    scale_zero,  // two FP16 a token
+    gain16,      // one FP16 a token
+    gain8,       // one byte a token: gain = ref 2^((code - 128) / 16), ref static
+};
+
+// K or V of a page.
+struct SideFormat {
+    int dim = 0;     // head size D: channels of a BF16 row and of the page mean
+    int planes = 0;  // 2-bit codes a token; 0: tokens are BF16 rows
+    SideInfo info = SideInfo::none;
+    bool mean = false;  // int8 mean of the page's 64 tokens, a byte a channel
+
+    bool coded() const { return planes > 0; }
+    bool operator==(const SideFormat&) const = default;
+};
+
+// Both sides are coded, or both are BF16.
+struct PageFormat {
+    SideFormat k, v;
+
+    bool coded() const { return k.coded(); }
+    size_t key_codes() const { return 0; }
+    size_t value_codes() const;  // BF16 records: where the V rows start
+    size_t key_info() const;
+    size_t value_info() const;
+    size_t key_mean() const;
+    size_t value_mean() const;
+    size_t bytes() const;
+
+    // Bits that the record spends on one element of K or V, side information included.
+    double bits_per_element() const;
+    bool operator==(const PageFormat&) const = default;
+};
+
+// Throws Error: head sizes from 32 to 256 in steps of 16, planes in steps of 32 up to 4 dim (8 bits), matching sides.
+void check(const PageFormat& format);
+
+// The BF16 format for a head.
+PageFormat bf16_format(int dim_k, int dim_v);
+
+// Planes that `directions` directions of `digits` base-4 digits need, padded to kPlaneStep.
+int padded_planes(int directions, int digits);
+
+// Where a code lies: bits shift, shift + 1 of a byte, counted from the start of the codes of its side.
+struct CodeAt {
+    uint32_t byte;
+    uint32_t shift;
+};
+
+// K, lane = token. A block holds 16 tokens (lanes of 4 bytes) of 16 planes (4 bytes x 4 fields): one vector load is one
+// operand of an integer dot product over 4 planes of 16 tokens, and thread 4 r + q of an mma.m16n8k32 finds its rows in
+// 16 consecutive bytes of block q. Lanes 8.. of blocks with q & 2 are swapped with 0..: no bank conflict on CUDA.
+CodeAt key_code_at(int planes, int token, int plane);
+
+// V, lane = plane. A block holds 16 lanes of 4 bytes = 4 tokens, its 4 fields are 4 groups of 16 planes; the last 32
+// planes of an odd multiple of 32 use two fields for planes and two for tokens.
+CodeAt value_code_at(int planes, int token, int plane);
+
+// Reference pack and unpack: codes[token * planes + plane] in 0..3, 64 tokens.
+void pack_keys(int planes, std::span<const uint8_t> codes, std::byte* page_codes);
+void pack_values(int planes, std::span<const uint8_t> codes, std::byte* page_codes);
+void unpack_keys(int planes, const std::byte* page_codes, std::span<uint8_t> codes);
+void unpack_values(int planes, const std::byte* page_codes, std::span<uint8_t> codes);
+
+// Rows of a BF16 record.
+bf16 key_at(const PageFormat& format, const std::byte* page, int token, int channel);
+bf16 value_at(const PageFormat& format, const std::byte* page, int token, int channel);
+void set_key(const PageFormat& format, std::byte* page, int token, std::span<const bf16> row);
+void set_value(const PageFormat& format, std::byte* page, int token, std::span<const bf16> row);
+
+}  // namespace crumb

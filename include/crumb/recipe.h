@@ -1,0 +1,130 @@
+// A recipe is plain data: which stages K and V pass through on their way into a page. A method of a paper is a row of one
+// table (recipes()); adding one is adding a row.
+//
+//   write   x (after RoPE, BF16) -> centre -> map -> clip -> quantise -> codes and side info -> page
+//   read    x_hat = mean + page mean + s_t sum_p B_p (digit_tp - 1.5) + z_t ones
+//
+// SideTables holds what is static for one (layer, KV head, side): the mean, the map, B and ones. Attention needs only B,
+// ones and the means: q' = B q on the query side, o = sum_p o'_p B_p on the output side.
+//
+// Arithmetic of the encoder is fixed, so that codes depend on nothing but the values, the recipe and the position: FP32,
+// y_j = sum over i ascending of fma(x_i - mean_i, T_ij), one rounding rule, side info rounded to its stored form before
+// codes are chosen. Every backend must give the same bytes.
+#pragma once
+
+#include <crumb/page.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace crumb {
+
+class Artefact;  // artefact.h
+
+enum class Centre : uint8_t {
+    none,
+    key_mean,  // the static mean of the keys of a head (artefact). Softmax does not see a constant added to all keys
+};
+
+enum class Map : uint8_t {
+    identity,
+    hadamard,  // orthonormal Sylvester; a head size that is no power of two: blocks of its largest power-of-two divisor
+    rotation,  // the artefact's D x D rotation of this head or layer (OSCAR: U H P_br)
+};
+
+enum class Quantiser : uint8_t {
+    bf16,    // no codes
+    minmax,  // asymmetric, scale and zero from the range of a token
+    gain,    // static steps, one gain a token found by a search over six starts and least squares
+};
+
+struct SideRecipe {
+    Centre centre = Centre::none;
+    Map map = Map::identity;
+    Quantiser quantiser = Quantiser::bf16;
+    int bits = 16;      // 2, 4 or 6 a direction; 16 for BF16
+    float clip = 1.0f;  // minmax: |y| is clipped to its order statistic min(int(clip D), D - 1); 1: no clip
+    SideInfo info = SideInfo::none;
+    bool page_mean = false;
+
+    bool operator==(const SideRecipe&) const = default;
+};
+
+struct Recipe {
+    std::string_view name;     // what --kv takes
+    std::string_view summary;  // one line for people
+    std::string_view source;   // paper and section
+    SideRecipe k, v;
+
+    bool coded() const { return k.quantiser != Quantiser::bf16; }
+    bool needs_artefact() const;
+};
+
+// All rows, in the order in which they are listed to people.
+std::span<const Recipe> recipes();
+
+// Throws Error that lists the names when there is none of this name.
+const Recipe& find_recipe(std::string_view name);
+
+// The page that `recipe` fills for heads of these sizes. Throws Error for sizes without a page format.
+PageFormat page_format(const Recipe& recipe, int dim_k, int dim_v);
+
+// Orthonormal d x d, row major; block diagonal where d is no power of two.
+std::vector<float> hadamard(int d);
+
+// Static tables of one (layer, KV head, side). Row-vector convention; matrices are row major.
+struct SideTables {
+    SideFormat format;
+    std::vector<float> mean;       // [D], or empty
+    std::vector<float> encode;     // [D][D], y = (x - mean) encode; empty: identity
+    std::vector<float> decode;     // [P][D], row p is what one step of plane p's digit adds; padding rows are 0
+    std::vector<float> ones;       // [D], what one unit of zero adds to every direction; empty unless scale_zero
+    std::vector<uint16_t> direction;  // [P], the direction that plane p codes; kNoDirection for padding
+    std::vector<uint8_t> digit;       // [P], which base-4 digit of it (0 is the lowest)
+    std::vector<uint8_t> digits;      // [D], digits of a direction's code: 0, 1, 2 or 3
+    std::vector<float> sigma;      // [D], gain: rms of y; empty otherwise
+    std::vector<float> step;       // [D], gain: static step at gain 1; empty otherwise
+    float gain_reference = 1.0f;   // gain8: ref
+    std::vector<float> mean_step;  // [D], step of the int8 page mean; empty unless format.mean
+};
+
+inline constexpr uint16_t kNoDirection = 0xffff;
+
+struct HeadTables {
+    SideTables k, v;
+};
+
+// Tables of one layer, one entry a KV head. `artefact` may be null for recipes that need none; a recipe that needs one
+// throws Error without it, or if it lacks this layer or has another head size.
+std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, int dim_k, int dim_v,
+                                     const Artefact* artefact);
+
+// What went wrong, or nearly, while values were written: shown in metrics, never hidden.
+struct EncodeCounts {
+    uint64_t rows = 0;
+    uint64_t nonfinite = 0;  // elements that were NaN (coded as 0) or infinite (coded as the largest value)
+    uint64_t saturated = 0;  // rows whose scale, zero or gain hit the end of its range
+    EncodeCounts& operator+=(const EncodeCounts& other);
+};
+
+// Encodes 64 tokens of one head. k and v: BF16 rows [64][D], in token order. Rows below `keep` are not encoded: their
+// codes, side info and the page means are taken over from `kept`, a page of the same format (tokens whose 16-bit values
+// are gone, see cache.h); keep = 0 and kept = nullptr otherwise. A BF16 format copies the rows.
+EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const HeadTables& tables,
+                         std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep = 0,
+                         const std::byte* kept = nullptr);
+
+// The values that a page stands for: rows [64][D] in FP32. Slow and obvious, the definition of what codes mean.
+void decode_keys(const PageFormat& format, const SideTables& tables, const std::byte* page, std::span<float> rows);
+void decode_values(const PageFormat& format, const SideTables& tables, const std::byte* page, std::span<float> rows);
+
+// Scale, zero (0 unless scale_zero) of token t: side info in its numeric form.
+struct TokenInfo {
+    float scale, zero;
+};
+TokenInfo key_info_at(const PageFormat& format, const SideTables& tables, const std::byte* page, int token);
+TokenInfo value_info_at(const PageFormat& format, const SideTables& tables, const std::byte* page, int token);
+
+}  // namespace crumb
