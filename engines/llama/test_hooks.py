@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""hooks.py on a made-up tree: the smallest text that has every anchor."""
+import contextlib
+import io
+import pathlib
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import hooks  # noqa: E402
+
+TREE = {
+    hooks.MEMORY_H: """\
+struct llama_ubatch;
+
+// the interface for managing the memory context during batch processing
+struct llama_memory_context_i {
+    virtual llama_memory_status get_status() const = 0;
+};
+""",
+    hooks.MODEL_CPP: """\
+int unrelated() {
+    llama_memory_i * res;
+    return res;
+}
+
+llama_memory_i * llama_model::create_memory(const llama_memory_params & params) const {
+    llama_memory_i * res;
+    switch (arch) {
+        default:
+            {
+                    llama_kv_cache::layer_share_cb share = nullptr;
+
+                    if (hparams.swa_type != LLAMA_SWA_TYPE_NONE) {
+                        GGML_ASSERT(hparams.is_swa_any());
+                    }
+            }
+    }
+    return res;
+}
+""",
+    hooks.LLAMA_CPP: """\
+static struct llama_model * llama_model_load_from_file_impl(
+        const std::string & path_model) {
+    if (path_model.empty()) {
+        return nullptr;
+    }
+
+    return model;
+}
+""",
+    hooks.GRAPH_H: """\
+struct llama_memory_context_i;
+struct llm_graph_context {
+    llm_graph_input_attn_no_cache * build_attn_inp_no_cache() const;
+};
+""",
+    hooks.GRAPH_CPP: """\
+llm_graph_input_attn_no_cache * llm_graph_context::build_attn_inp_no_cache() const {
+}
+
+llm_graph_input_attn_kv * llm_graph_context::build_attn_inp_kv() const {
+}
+
+ggml_tensor * llm_graph_context::build_attn(
+        llm_graph_input_attn_kv * inp,
+        ggml_tensor * q_cur,
+            float     kq_scale,
+            int       il) const {
+}
+
+llm_graph_input_attn_kv_iswa * llm_graph_context::build_attn_inp_kv_iswa() const {
+}
+
+ggml_tensor * llm_graph_context::build_attn(
+        llm_graph_input_attn_kv_iswa * inp,
+        ggml_tensor * q_cur,
+            int       il) const {
+}
+""",
+    hooks.CUDA_H: """\
+GGML_BACKEND_API ggml_backend_reg_t ggml_backend_cuda_reg(void);
+""",
+    hooks.CUDA_CU: """\
+static bool ggml_cuda_compute_forward(ggml_backend_cuda_context & ctx, struct ggml_tensor * dst) {
+        case GGML_OP_FLASH_ATTN_EXT:
+            ggml_cuda_flash_attn_ext(ctx, dst);
+}
+static void * ggml_backend_cuda_reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+    return nullptr;
+}
+static bool ggml_backend_cuda_device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+        case GGML_OP_FLASH_ATTN_EXT:
+            return ggml_cuda_flash_attn_ext_supported(dev_ctx->device, op);
+}
+""",
+}
+
+
+class Hooks(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        for name, text in TREE.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text(text)
+
+    def run_hooks(self, *flags):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = hooks.main([str(self.root), *flags])
+        return code, out.getvalue(), err.getvalue()
+
+    def files(self):
+        return {path.relative_to(self.root).as_posix(): path.read_text() for path in self.root.rglob("*") if path.is_file()}
+
+    def edit(self, name, old, new):
+        text = (self.root / name).read_text()
+        self.assertIn(old, text)
+        (self.root / name).write_text(text.replace(old, new))
+
+    def assert_refused(self, hook, *flags):
+        before = self.files()
+        code, _, err = self.run_hooks(*flags)
+        self.assertEqual(code, 1)
+        self.assertIn(f"hook '{hook}'", err)
+        self.assertIn("nothing was written", err)
+        self.assertEqual(self.files(), before)
+
+    def test_adds_every_text_and_removes_no_line(self):
+        code, out, _ = self.run_hooks("--cuda")
+        self.assertEqual(code, 0)
+        after = self.files()
+        self.assertEqual(set(after), set(TREE))
+        for hook in hooks.HOOKS + hooks.CUDA_HOOKS:
+            self.assertIn(hook.text, after[hook.file])
+        added = 0
+        for name, text in TREE.items():
+            lines = iter(after[name].splitlines())
+            for line in text.splitlines():  # the old lines, in their order, among the new ones
+                self.assertIn(line, lines)
+            added += after[name].count("\n") - text.count("\n")
+        self.assertIn(f"{added} lines added", out)
+
+    def test_order_inside_create_memory(self):
+        self.run_hooks()
+        text = self.files()[hooks.MODEL_CPP]
+        places = [text.index(piece) for piece in (
+            "int unrelated()", "static llama_memory_factory g_memory_factory", "llama_model::create_memory(", hooks.MODEL_ASKED,
+            "layer_share_cb share", "factory_asked = true", "if (hparams.swa_type", "!factory_asked")]
+        self.assertEqual(places, sorted(places))
+
+    def test_cuda_files_are_left_alone_without_the_flag(self):
+        self.run_hooks()
+        after = self.files()
+        for name in (hooks.CUDA_H, hooks.CUDA_CU):
+            self.assertEqual(after[name], TREE[name])
+
+    def test_twice_is_once(self):
+        self.run_hooks()
+        once = self.files()
+        code, out, _ = self.run_hooks()
+        self.assertEqual(code, 0)
+        self.assertIn("0 lines added", out)
+        self.assertEqual(self.files(), once)
+
+    def test_cuda_can_follow(self):
+        self.run_hooks()
+        self.run_hooks("--cuda")
+        later = self.files()
+        self.setUp()
+        self.run_hooks("--cuda")
+        self.assertEqual(self.files(), later)
+
+    def test_check_writes_nothing(self):
+        code, out, _ = self.run_hooks("--check", "--cuda")
+        self.assertEqual(code, 0)
+        self.assertIn("would be added", out)
+        self.assertEqual(self.files(), TREE)
+
+    def test_every_anchor_that_moved_names_its_hook(self):
+        for hook in hooks.HOOKS + hooks.CUDA_HOOKS:
+            if hook.anchor == r"\Z":
+                continue
+            with self.subTest(hook.name):
+                self.setUp()
+                self.edit(hook.file, self.anchor_text(hook), "// moved\n")
+                before = self.files()
+                code, _, err = self.run_hooks("--cuda")
+                self.assertEqual(code, 1)
+                named = [other.name for other in hooks.HOOKS + hooks.CUDA_HOOKS if f"hook '{other.name}'" in err]
+                self.assertEqual(len(named), 1)
+                self.assertIn(self.hook(named[0]).file, err)
+                # hooks that share an anchor fail together: the first is named
+                self.assertIn(hook.name, [named[0]] + [other.name for other in hooks.HOOKS + hooks.CUDA_HOOKS
+                                                       if hook.anchor in (self.hook(named[0]).anchor, self.hook(named[0]).after)
+                                                       or other.after == hook.anchor])
+                self.assertEqual(self.files(), before)
+
+    @staticmethod
+    def hook(name):
+        return next(hook for hook in hooks.HOOKS + hooks.CUDA_HOOKS if hook.name == name)
+
+    @staticmethod
+    def anchor_text(hook):
+        import re
+        text = TREE[hook.file]
+        start = re.search(hook.after, text, re.M).end() if hook.after else 0
+        return re.compile(hook.anchor, re.M).search(text, start)[0]
+
+    def test_moved_anchor(self):
+        self.edit(hooks.GRAPH_CPP, "llm_graph_context::build_attn_inp_kv() const", "llm_graph_context::build_attn_inp_kv2() const")
+        self.assert_refused("graph input, plain")
+
+    def test_doubled_anchor(self):
+        self.edit(hooks.MEMORY_H, "struct llama_ubatch;\n", "struct llama_ubatch;\nstruct llama_ubatch;\n")
+        self.assert_refused("memory types")
+
+    def test_last_file_refuses_before_the_first_is_written(self):
+        self.edit(hooks.CUDA_CU, "    return nullptr;\n", "    return NULL;\n")
+        self.assert_refused("CUDA lookup", "--cuda")
+        self.assertEqual(self.run_hooks()[0], 0)
+
+    def test_missing_file(self):
+        (self.root / hooks.GRAPH_H).unlink()
+        self.assert_refused("graph types")
+
+    def test_hooks_of_another_version(self):
+        self.run_hooks()
+        self.edit(hooks.MODEL_CPP, hooks.MODEL_ASKED, "")
+        self.assert_refused("factory flag")
+
+
+if __name__ == "__main__":
+    unittest.main()
