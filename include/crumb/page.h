@@ -14,7 +14,7 @@
 // static tables (recipe.h). Digits are base 4: a direction coded in 4 bits is two planes whose rows of B are 4 d u and d u.
 //
 // P is a multiple of 32, so that budgets move in steps of half a head at D = 64. Head sizes that are not are padded with
-// planes whose rows of B are 0.
+// planes that hold code 0 and whose rows of B are 0.
 //
 // BF16 record (windows, sinks, the `bf16` recipe): K as bf16 [D_k][64], so that 64 tokens of a channel are one vector,
 // then V as bf16 [64][D_v].
@@ -85,13 +85,16 @@ struct CodeAt {
     uint32_t shift;
 };
 
-// K, lane = token. A block holds 16 tokens (lanes of 4 bytes) of 16 planes (4 bytes x 4 fields): one vector load is one
-// operand of an integer dot product over 4 planes of 16 tokens, and thread 4 r + q of an mma.m16n8k32 finds its rows in
-// 16 consecutive bytes of block q. Lanes 8.. of blocks with q & 2 are swapped with 0..: no bank conflict on CUDA.
+// Blocks of 64 bytes are 16 lanes of 4 bytes of 4 fields; the four dwords of a 16-byte quarter are lanes 4 c .. 4 c + 3.
+// Full groups of 64 planes come first; the last 32 planes of an odd multiple of 32 are a tail of 8 blocks after them.
+//
+// K, lane = token 16 s + 4 c + e of half h: bytes and fields are planes. One vector load is one operand of an integer dot
+// product over 4 planes of 16 tokens, and thread 4 r + q of an mma.m16n8k32 finds its rows in 16 bytes of block q.
+// Quarters of blocks with q & 2 are swapped (c ^ 2): no bank conflict on CUDA.
 CodeAt key_code_at(int planes, int token, int plane);
 
-// V, lane = plane. A block holds 16 lanes of 4 bytes = 4 tokens, its 4 fields are 4 groups of 16 planes; the last 32
-// planes of an odd multiple of 32 use two fields for planes and two for tokens.
+// V, lane = plane: bytes are the tokens of quad u, fields are four groups of 16 planes, quarters swap where u & 2. In the
+// tail fields are two groups of 16 planes times two quads.
 CodeAt value_code_at(int planes, int token, int plane);
 
 // Reference pack and unpack: codes[token * planes + plane] in 0..3, 64 tokens.
@@ -99,6 +102,14 @@ void pack_keys(int planes, std::span<const uint8_t> codes, std::byte* page_codes
 void pack_values(int planes, std::span<const uint8_t> codes, std::byte* page_codes);
 void unpack_keys(int planes, const std::byte* page_codes, std::span<uint8_t> codes);
 void unpack_values(int planes, const std::byte* page_codes, std::span<uint8_t> codes);
+
+// gain8: 2^((code - 128) / 16), from 2^-8 to 2^7.94; and the code nearest in the logarithm. The same on every machine.
+struct Gain8 {
+    uint8_t code;
+    bool saturated;  // the gain lies outside the range
+};
+float gain8_value(uint8_t code);
+Gain8 to_gain8(float gain);
 
 // Rows of a BF16 record.
 bf16 key_at(const PageFormat& format, const std::byte* page, int token, int channel);

@@ -91,6 +91,7 @@ struct SideTables {
 };
 
 inline constexpr uint16_t kNoDirection = 0xffff;
+inline constexpr float kStepFloor = 0x1p-24f;  // of every static step: a channel that is always 0 has no range
 
 struct HeadTables {
     SideTables k, v;

@@ -1,0 +1,166 @@
+// Fills a page: the inner loops of lanes/ give codes by direction and side information; here they become planes and
+// bytes, and what is taken over from an older page is taken over.
+#include "recipe/encode.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "recipe/levels.h"
+
+namespace crumb {
+
+namespace {
+
+using lanes::Coded;
+using lanes::Kernels;
+using lanes::Tile;
+
+struct Side {
+    const SideRecipe& recipe;
+    const SideTables& tables;
+    std::span<const bf16> rows;
+    size_t codes, info, mean;  // offsets
+    decltype(&pack_keys) pack;
+    decltype(&unpack_keys) unpack;
+};
+
+float mean_step_floor(const SideTables& tables) { return std::ranges::min(tables.mean_step); }
+
+void quantise(const Kernels& kernels, const Side& side, Tile& y, Coded& coded) {
+    const int dim = side.tables.format.dim;
+    if (side.recipe.quantiser == Quantiser::minmax) {
+        const int clipped = dim - std::min(int(side.recipe.clip * float(dim)), dim - 1);
+        kernels.minmax(y, dim, side.recipe.bits, clipped, coded);
+    } else {
+        kernels.gain(y, dim,
+                     {.sigma = side.tables.sigma.data(),
+                      .step = side.tables.step.data(),
+                      .digits = side.tables.digits.data(),
+                      .reference = side.tables.gain_reference,
+                      .gain8 = side.tables.format.info == SideInfo::gain8},
+                     coded);
+    }
+}
+
+void write_codes(const Side& side, const Coded& coded, std::byte* page, int keep, const std::byte* kept) {
+    const int planes = side.tables.format.planes;
+    uint8_t codes[kPageTokens * 4 * lanes::kMaxDim];
+    const std::span<uint8_t> used(codes, size_t(kPageTokens) * planes);
+    if (keep > 0) {
+        side.unpack(planes, kept + side.codes, used);
+    }
+    for (int p = 0; p < planes; ++p) {
+        const uint16_t direction = side.tables.direction[p];
+        const int shift = 2 * side.tables.digit[p];
+        for (int t = keep; t < kPageTokens; ++t) {
+            used[size_t(t) * planes + p] = direction == kNoDirection ? 0 : coded.code[direction][t] >> shift & 3;
+        }
+    }
+    side.pack(planes, used, page + side.codes);
+}
+
+// `stride` bytes a token at `offset`, from `values` or, below `keep`, from the older page.
+void write_info(size_t offset, const uint16_t* values, size_t stride, std::byte* page, int keep,
+                const std::byte* kept) {
+    if (keep > 0) {
+        std::memcpy(page + offset, kept + offset, keep * stride);
+    }
+    for (int t = keep; t < kPageTokens; ++t) {
+        std::memcpy(page + offset + t * stride, &values[t], stride);
+    }
+}
+
+EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* page, int keep, const std::byte* kept) {
+    const SideFormat& format = side.tables.format;
+    const int dim = format.dim;
+    CRUMB_ASSERT(side.rows.size() == size_t(kPageTokens) * dim);
+
+    Tile x, y;
+    Coded coded;
+    const float* mean = side.tables.mean.empty() ? nullptr : side.tables.mean.data();
+    EncodeCounts counts;
+    counts.rows = uint64_t(kPageTokens - keep);
+    counts.nonfinite = kernels.load(side.rows.data(), dim, mean, keep, x);
+    if (format.mean) {
+        CRUMB_ASSERT(side.tables.mean_step.size() == size_t(dim) && mean_step_floor(side.tables) >= kStepFloor);
+        int8_t page_mean[lanes::kMaxDim];
+        if (keep > 0) {
+            std::memcpy(page_mean, kept + side.mean, dim);
+        } else {
+            kernels.page_mean(x, dim, side.tables.mean_step.data(), page_mean);
+        }
+        kernels.subtract(x, dim, side.tables.mean_step.data(), page_mean);
+        std::memcpy(page + side.mean, page_mean, dim);
+    }
+    if (!side.tables.encode.empty()) {
+        kernels.map(x, dim, side.tables.encode.data(), y);
+    }
+    quantise(kernels, side, side.tables.encode.empty() ? x : y, coded);
+
+    counts.saturated = uint64_t(std::count(coded.saturated + keep, coded.saturated + kPageTokens, true));
+    write_codes(side, coded, page, keep, kept);
+    switch (format.info) {
+        case SideInfo::scale_zero:
+            write_info(side.info, coded.scale, sizeof(fp16), page, keep, kept);
+            write_info(side.info + kPageTokens * sizeof(fp16), coded.zero, sizeof(fp16), page, keep, kept);
+            break;
+        case SideInfo::gain16:
+            write_info(side.info, coded.scale, sizeof(fp16), page, keep, kept);
+            break;
+        case SideInfo::gain8:
+            write_info(side.info, coded.scale, 1, page, keep, kept);
+            break;
+        case SideInfo::none:
+            CRUMB_ASSERT(false);
+    }
+    return counts;
+}
+
+void copy_rows(const PageFormat& format, std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep,
+               const std::byte* kept) {
+    const size_t dim_k = size_t(format.k.dim), dim_v = size_t(format.v.dim);
+    if (keep > 0) {
+        std::memcpy(page, kept, format.bytes());
+    }
+    for (int t = keep; t < kPageTokens; ++t) {
+        set_key(format, page, t, k.subspan(t * dim_k, dim_k));
+        set_value(format, page, t, v.subspan(t * dim_v, dim_v));
+    }
+}
+
+}  // namespace
+
+EncodeCounts& EncodeCounts::operator+=(const EncodeCounts& other) {
+    rows += other.rows;
+    nonfinite += other.nonfinite;
+    saturated += other.saturated;
+    return *this;
+}
+
+EncodeCounts encode_page(const Kernels& kernels, const Recipe& recipe, const PageFormat& format,
+                         const HeadTables& tables, std::span<const bf16> k, std::span<const bf16> v, std::byte* page,
+                         int keep, const std::byte* kept) {
+    CRUMB_ASSERT(keep >= 0 && keep <= kPageTokens && (keep == 0 || kept));
+    if (!format.coded()) {
+        copy_rows(format, k, v, page, keep, kept);
+        return {.rows = 2 * uint64_t(kPageTokens - keep)};
+    }
+    CRUMB_ASSERT(tables.k.format == format.k && tables.v.format == format.v);
+    const Side key = {recipe.k,          tables.k,          k,         format.key_codes(),
+                      format.key_info(), format.key_mean(), pack_keys, unpack_keys};
+    const Side value = {recipe.v,    tables.v,     v, format.value_codes(), format.value_info(), format.value_mean(),
+                        pack_values, unpack_values};
+    EncodeCounts counts = encode_side(kernels, key, page, keep, kept);
+    counts += encode_side(kernels, value, page, keep, kept);
+    return counts;
+}
+
+EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const HeadTables& tables,
+                         std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep,
+                         const std::byte* kept) {
+    return encode_page(lanes::best(), recipe, format, tables, k, v, page, keep, kept);
+}
+
+}  // namespace crumb

@@ -1,0 +1,178 @@
+// Static tables of a layer, from the recipe and, for what was learned, the artefact.
+//
+// Planes are digit-major: the low digits of all directions that have one, then the second digits, then the third;
+// padding comes last. With P = D planes the low digits alone are the page of a 2-bit recipe.
+#include <crumb/artefact.h>
+#include <crumb/error.h>
+#include <crumb/recipe.h>
+
+#include <algorithm>
+
+namespace crumb {
+
+namespace {
+
+// Step of the best uniform quantiser of a normal variable of variance 1, by bits.
+float gaussian_step(int bits) {
+    switch (bits) {
+        case 2:
+            return 0.9957f;
+        case 4:
+            return 0.3352f;
+        case 6:
+            return 0.1041f;
+    }
+    CRUMB_ASSERT(false);
+}
+
+std::span<const float> head_of(const Matrices& matrices, size_t size, int head, int n_head_kv, int dim, int layer,
+                               const char* what) {
+    if (matrices.dim != dim || (matrices.heads != n_head_kv && matrices.heads != 1)) {
+        fail(
+            "the artefact's {} of layer {} is for {} heads of {} channels, the model has {} of {}: it was made for "
+            "another "
+            "model. Make one with: crumb calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
+            what, layer, matrices.heads, matrices.dim, n_head_kv, dim);
+    }
+    CRUMB_ASSERT(matrices.data.size() == size * matrices.heads);
+    return std::span(matrices.data).subspan(matrices.heads == 1 ? 0 : size * head, size);
+}
+
+void assign_planes(SideTables& tables) {
+    const int dim = tables.format.dim, planes = tables.format.planes;
+    tables.direction.assign(planes, kNoDirection);
+    tables.digit.assign(planes, 0);
+    int plane = 0;
+    for (int digit = 0; digit < 4; ++digit) {
+        for (int direction = 0; direction < dim; ++direction) {
+            if (digit >= tables.digits[direction]) {
+                continue;
+            }
+            CRUMB_ASSERT(plane < planes);
+            tables.direction[plane] = uint16_t(direction);
+            tables.digit[plane] = uint8_t(digit);
+            ++plane;
+        }
+    }
+}
+
+// Rows of the inverse map. Maps are orthonormal, so this is the transpose.
+std::vector<double> inverse(const SideTables& tables) {
+    const size_t dim = size_t(tables.format.dim);
+    std::vector<double> rows(dim * dim);
+    for (size_t i = 0; i < dim; ++i) {
+        for (size_t j = 0; j < dim; ++j) {
+            rows[j * dim + i] = tables.encode.empty() ? double(i == j) : double(tables.encode[i * dim + j]);
+        }
+    }
+    return rows;
+}
+
+void fill_decode(SideTables& tables) {
+    const size_t dim = size_t(tables.format.dim), planes = size_t(tables.format.planes);
+    const std::vector<double> rows = inverse(tables);
+    tables.decode.assign(planes * dim, 0.0f);
+    for (size_t p = 0; p < planes; ++p) {
+        if (tables.direction[p] == kNoDirection) {
+            continue;
+        }
+        const size_t direction = tables.direction[p];
+        const double step =
+            (tables.step.empty() ? 1.0 : double(tables.step[direction])) * double(1 << (2 * tables.digit[p]));
+        for (size_t i = 0; i < dim; ++i) {
+            tables.decode[p * dim + i] = float(step * rows[direction * dim + i]);
+        }
+    }
+    if (tables.format.info != SideInfo::scale_zero) {
+        return;
+    }
+    tables.ones.resize(dim);
+    for (size_t i = 0; i < dim; ++i) {
+        double sum = 0;
+        for (size_t direction = 0; direction < dim; ++direction) {
+            sum += rows[direction * dim + i];
+        }
+        tables.ones[i] = float(sum);
+    }
+}
+
+SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::span<const float> mean,
+                       std::span<const float> rotation) {
+    const int dim = format.dim;
+    SideTables tables;
+    tables.format = format;
+    if (!format.coded()) {
+        return tables;
+    }
+    tables.mean.assign(mean.begin(), mean.end());
+    switch (recipe.map) {
+        case Map::identity:
+            break;
+        case Map::hadamard:
+            tables.encode = hadamard(dim);
+            break;
+        case Map::rotation:
+            tables.encode.assign(rotation.begin(), rotation.end());
+            break;
+    }
+    tables.digits.assign(dim, uint8_t(recipe.bits / 2));
+    if (recipe.quantiser == Quantiser::gain) {
+        tables.sigma.assign(dim, 1.0f);
+        tables.step.assign(dim, gaussian_step(recipe.bits));
+    }
+    CRUMB_ASSERT(!format.mean);  // no artefact carries the static steps of page means
+    assign_planes(tables);
+    fill_decode(tables);
+    return tables;
+}
+
+[[noreturn]] void fail_without_artefact(const Recipe& recipe) {
+    std::string others;
+    for (const Recipe& other : recipes()) {
+        if (other.coded() && !other.needs_artefact()) {
+            others.append(others.empty() ? "" : ", ").append(other.name);
+        }
+    }
+    fail(
+        "KV recipe '{}' needs a calibration artefact. Make one with: crumb calibrate -m MODEL.gguf -o "
+        "ARTEFACT.safetensors, "
+        "then pass --kv-artifact ARTEFACT.safetensors; or take a recipe that needs none: {}",
+        recipe.name, others);
+}
+
+}  // namespace
+
+std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, int dim_k, int dim_v,
+                                     const Artefact* artefact) {
+    const PageFormat format = page_format(recipe, dim_k, dim_v);
+    const LayerArtefact* learned = nullptr;
+    if (recipe.needs_artefact()) {
+        if (!artefact) {
+            fail_without_artefact(recipe);
+        }
+        const auto found = artefact->layers.find(layer);
+        if (found == artefact->layers.end()) {
+            fail("the artefact has nothing about layer {}", layer);
+        }
+        learned = &found->second;
+    }
+    std::vector<HeadTables> heads(n_head_kv);
+    for (int head = 0; head < n_head_kv; ++head) {
+        std::span<const float> mean, k_rotation, v_rotation;
+        const size_t k = size_t(dim_k), v = size_t(dim_v);
+        if (recipe.k.centre == Centre::key_mean) {
+            mean = head_of(learned->k_mean, k, head, n_head_kv, dim_k, layer, "key mean");
+        }
+        if (recipe.k.map == Map::rotation) {
+            k_rotation = head_of(learned->k_rotation, k * k, head, n_head_kv, dim_k, layer, "key rotation");
+        }
+        if (recipe.v.map == Map::rotation) {
+            v_rotation = head_of(learned->v_rotation, v * v, head, n_head_kv, dim_v, layer, "value rotation");
+        }
+        heads[head] = {side_tables(recipe.k, format.k, mean, k_rotation),
+                       side_tables(recipe.v, format.v, {}, v_rotation)};
+    }
+    return heads;
+}
+
+}  // namespace crumb
