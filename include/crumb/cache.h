@@ -84,6 +84,7 @@ struct CacheCounters {
 struct Append {
     uint32_t sequence = 0;
     uint32_t token = 0;
+    bool attends = true;  // false: stored, but no row of attention (a token of several sequences attends in one of them)
 };
 
 // Rows of a step's K or V in one layer: row of head h of token i is at data + i * token_stride + h * head_stride.

@@ -1,0 +1,168 @@
+// What is there and what it costs, without running anything: recipes, a model's KV, a recipe at a context, an artefact, a
+// page. Every size comes from the functions that lay out pages and allocate caches.
+#include "commands.h"
+#include "session.h"
+
+#include <crumb/artefact.h>
+#include <crumb/error.h>
+
+#include <CLI/CLI.hpp>
+
+#include <cstdio>
+#include <fstream>
+#include <map>
+
+namespace crumb::app {
+
+namespace {
+
+double mib(size_t bytes) { return double(bytes) / 1048576.0; }
+
+void print_recipes() {
+    std::printf("| --kv           | bits at D=128 | artefact | what | source |\n|---|---|---|---|---|\n");
+    for (const auto& recipe : recipes()) {
+        std::printf("| %-14.*s | %13.3f | %-8s | %.*s | %.*s |\n", int(recipe.name.size()), recipe.name.data(),
+                    page_format(recipe, 128, 128).bits_per_element(), recipe.needs_artefact() ? "yes" : "no", int(recipe.summary.size()),
+                    recipe.summary.data(), int(recipe.source.size()), recipe.source.data());
+    }
+}
+
+void print_geometry(const CacheConfig& config) {
+    struct Kind {
+        int heads, dim_k, dim_v, window;
+        auto operator<=>(const Kind&) const = default;
+    };
+    std::map<Kind, std::vector<int>> kinds;
+    int without = 0;
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        const auto& layer = config.layers[il];
+        if (layer.stores) {
+            kinds[{layer.n_head_kv, layer.dim_k, layer.dim_v, layer.window}].push_back(int(il));
+        } else {
+            ++without;
+        }
+    }
+    std::printf("layers of the model: %zu\n", config.layers.size());
+    for (const auto& [kind, layers] : kinds) {
+        std::printf("  %zu layers: %d KV heads, K %d, V %d a head, %s; %.1f KiB a token at 16 bit; layers", layers.size(), kind.heads,
+                    kind.dim_k, kind.dim_v,
+                    kind.window ? fmt::format("a window of {} tokens (stays BF16)", kind.window).c_str() : "the whole context",
+                    double(layers.size()) * kind.heads * (kind.dim_k + kind.dim_v) * 2 / 1024.0);
+        for (const int il : layers) { std::printf(" %d", il); }
+        std::printf("\n");
+    }
+    if (without) { std::printf("  %d layers without K and V of their own\n", without); }
+}
+
+void print_cost(const CacheConfig& config) {
+    const CacheBytes bytes = cache_bytes(config);
+    std::printf("\n--kv %s at %lld tokens, %d sequences, ubatch %d, sink %d, recent %d:\n", std::string(config.recipe->name).c_str(),
+                static_cast<long long>(config.tokens_total), config.n_sequences, config.max_step_tokens, config.sink, config.recent);
+    std::map<std::tuple<int, int>, int> formats;
+    for (const auto& layer : config.layers) {
+        if (layer.stores && !layer.window) { formats[{layer.dim_k, layer.dim_v}] += layer.n_head_kv; }
+    }
+    for (const auto& [dims, heads] : formats) {
+        const PageFormat format = page_format(*config.recipe, std::get<0>(dims), std::get<1>(dims));
+        const size_t codes = format.coded() ? format.key_info() : format.bytes();
+        std::printf("  page (64 tokens of a head, K and V): %zu bytes = %zu codes + %zu side information, %.3f bits an element; %d heads\n",
+                    format.bytes(), codes, format.bytes() - codes, format.bits_per_element(), heads);
+    }
+    std::printf("  pages                     %10.2f MiB\n", mib(bytes.coded));
+    std::printf("  sinks and recent tokens   %10.2f MiB (BF16)\n", mib(bytes.exact));
+    std::printf("  sliding-window layers     %10.2f MiB (BF16)\n", mib(bytes.window));
+    std::printf("  together                  %10.2f MiB, allocated at start, nothing grows with the context\n", mib(bytes.total()));
+    std::printf("  16-bit KV                 %10.2f MiB, %.2f times as much\n", mib(bytes.bf16_equivalent),
+                double(bytes.bf16_equivalent) / double(bytes.total()));
+    std::printf("  bits per element          %10.3f, windows included\n", bytes.effective_bits);
+}
+
+void print_artefact(const std::filesystem::path& file) {
+    const Artefact artefact = read_artefact(file);
+    const auto& p = artefact.provenance;
+    std::printf("artefact %s\n  hash         %s\n  model        %s (%s, %d layers, %d / %d heads, K %d, V %d)\n  model hash   %s\n"
+                "  method       %s\n  tokens       %llu of %s\n  text hash    %s\n  made by      %s\n",
+                file.string().c_str(), artefact.hash().c_str(), p.model.name.c_str(), p.model.architecture.c_str(), p.model.n_layer,
+                p.model.n_head, p.model.n_head_kv, p.model.dim_k, p.model.dim_v, p.model.hash.c_str(), p.method.c_str(),
+                static_cast<unsigned long long>(p.tokens), p.texts.c_str(), p.text_hash.c_str(), p.created_by.c_str());
+    for (const auto& [il, layer] : artefact.layers) {
+        std::printf("  layer %-3d    key mean %d x %d, K rotation %d x %d x %d, V rotation %d x %d x %d\n", il, layer.k_mean.heads,
+                    layer.k_mean.dim, layer.k_rotation.heads, layer.k_rotation.dim, layer.k_rotation.dim, layer.v_rotation.heads,
+                    layer.v_rotation.dim, layer.v_rotation.dim);
+    }
+}
+
+// Codes and side information as they stand; values need the tables of a layer and are the cache's business.
+void print_page(const std::filesystem::path& file, const Recipe& recipe, int dim) {
+    const PageFormat format = page_format(recipe, dim, dim);
+    std::vector<std::byte> page(format.bytes());
+    std::ifstream in(file, std::ios::binary | std::ios::ate);
+    if (!in) { fail("cannot read the page file {}", file.string()); }
+    if (size_t(in.tellg()) != page.size()) {
+        fail("{} has {} bytes, a page of --kv {} with head size {} has {}", file.string(), size_t(in.tellg()), recipe.name, dim, page.size());
+    }
+    in.seekg(0);
+    in.read(reinterpret_cast<char*>(page.data()), std::streamsize(page.size()));
+    if (!format.coded()) {
+        for (int t = 0; t < kPageTokens; ++t) {
+            std::printf("token %2d  K %12.5g %12.5g ...  V %12.5g %12.5g ...\n", t, to_float(key_at(format, page.data(), t, 0)),
+                        to_float(key_at(format, page.data(), t, 1)), to_float(value_at(format, page.data(), t, 0)),
+                        to_float(value_at(format, page.data(), t, 1)));
+        }
+        return;
+    }
+    std::vector<uint8_t> k(size_t(kPageTokens) * format.k.planes), v(size_t(kPageTokens) * format.v.planes);
+    unpack_keys(format.k.planes, page.data() + format.key_codes(), k);
+    unpack_values(format.v.planes, page.data() + format.value_codes(), v);
+    const SideTables tables{};
+    const auto digits = [](const uint8_t* codes, int n) {
+        std::string text;
+        for (int i = 0; i < n; ++i) { text += char('0' + codes[i]); }
+        return text;
+    };
+    for (int t = 0; t < kPageTokens; ++t) {
+        const TokenInfo ki = key_info_at(format, tables, page.data(), t), vi = value_info_at(format, tables, page.data(), t);
+        std::printf("token %2d  K scale %11.5g zero %11.5g digits %s\n          V scale %11.5g zero %11.5g digits %s\n", t, ki.scale, ki.zero,
+                    digits(&k[size_t(t) * format.k.planes], format.k.planes).c_str(), vi.scale, vi.zero,
+                    digits(&v[size_t(t) * format.v.planes], format.v.planes).c_str());
+    }
+}
+
+}  // namespace
+
+int inspect(int argc, char** argv) {
+    CLI::App app{"What a model's KV is, what a recipe costs, what is in an artefact or a page", "crumb inspect"};
+    KvArguments arguments = take_kv_arguments(argc, argv);
+    std::filesystem::path model_file, artefact, page;
+    bool list = false;
+    int n_ctx = 32768, n_parallel = 1, ubatch = 512, head_dim = 128;
+    app.add_flag("--recipes", list, "list the recipes");
+    app.add_option("-m,--model", model_file, "GGUF model: its KV geometry, and what --kv costs");
+    app.add_option("-c,--ctx-size", n_ctx, "tokens a sequence")->capture_default_str()->check(CLI::Range(1, 1 << 24));
+    app.add_option("-np,--parallel", n_parallel, "sequences")->capture_default_str()->check(CLI::Range(1, 4096));
+    app.add_option("-ub,--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("--artifact", artefact, "an artefact's provenance");
+    app.add_option("--page", page, "a page's bytes, decoded (with --kv and --head-dim)");
+    app.add_option("--head-dim", head_dim, "head size of --page")->capture_default_str();
+    std::vector<char*> rest;
+    for (auto& argument : arguments.rest) { rest.push_back(argument.data()); }
+    CLI11_PARSE(app, int(rest.size()), rest.data());
+    if (!list && model_file.empty() && artefact.empty() && page.empty()) { fail("nothing to inspect; crumb inspect --help lists what can be"); }
+    if (!page.empty() && !arguments.kv) { fail("--page needs --kv RECIPE to know the format"); }
+
+    if (list) { print_recipes(); }
+    if (!artefact.empty()) { print_artefact(artefact); }
+    if (!page.empty()) { print_page(page, find_recipe(arguments.kv->recipe), head_dim); }
+    if (!model_file.empty()) {
+        llama::quiet_log();
+        const auto model = llama::load_model(model_file, llama::Load::geometry);
+        llama::KvOptions kv;
+        kv.recipe = "bf16";
+        const CacheConfig config = llama::cache_geometry(*model, arguments.kv.value_or(kv), n_ctx, n_parallel, ubatch);
+        print_geometry(config);
+        if (arguments.kv) { print_cost(config); }
+    }
+    return 0;
+}
+
+}  // namespace crumb::app

@@ -1,0 +1,116 @@
+#include "commands.h"
+
+#include <crumb/error.h>
+#include <crumb/recipe.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+
+namespace crumb::app {
+
+const char* const kKvHelp =
+    "  --kv RECIPE           keep the KV cache in a crumb cache (crumb inspect --recipes lists them)\n"
+    "  --kv-artifact FILE    what crumb calibrate wrote (default: MODEL.crumb.safetensors beside the model)\n"
+    "  --kv-sink N           first tokens that stay 16 bit (64)\n"
+    "  --kv-recent N         last tokens that stay 16 bit (256)\n"
+    "  --kv-prefill RULE     position: what a token sees depends on positions alone (default)\n"
+    "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n";
+
+namespace {
+
+constexpr std::string_view kOurs[] = {"--kv", "--kv-artifact", "--kv-sink", "--kv-recent", "--kv-prefill"};
+
+int count(const std::string& flag, const std::string& value) {
+    int n = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), n);
+    if (error != std::errc{} || end != value.data() + value.size() || n < 0 || n > (1 << 20)) {
+        fail("{} takes a whole number from 0 to {}, not '{}'", flag, 1 << 20, value);
+    }
+    return n;
+}
+
+PrefillRule prefill_rule(const std::string& value) {
+    if (value == "position") { return PrefillRule::position; }
+    if (value == "exact") { return PrefillRule::exact; }
+    fail("--kv-prefill takes position or exact, not '{}'", value);
+}
+
+// Flags of llama.cpp that ask for what a coded cache cannot do.
+struct Conflict {
+    std::vector<std::string_view> flags;
+    const char* environment;
+    std::string_view why;
+};
+
+const Conflict kConflicts[] = {
+    {{"-ctk", "--cache-type-k"}, "LLAMA_ARG_CACHE_TYPE_K", "--kv decides how keys are kept"},
+    {{"-ctv", "--cache-type-v"}, "LLAMA_ARG_CACHE_TYPE_V", "--kv decides how values are kept"},
+    {{"--context-shift"}, "LLAMA_ARG_CONTEXT_SHIFT", "the positions of coded keys cannot be shifted"},
+    {{"--cache-reuse"}, "LLAMA_ARG_CACHE_REUSE", "the positions of coded keys cannot be shifted"},
+    {{"-gan", "--grp-attn-n"}, "LLAMA_ARG_GRP_ATTN_N", "self-extend changes the positions of coded keys"},
+    {{"-gaw", "--grp-attn-w"}, "LLAMA_ARG_GRP_ATTN_W", "self-extend changes the positions of coded keys"},
+};
+
+void refuse_conflicts(const std::vector<std::string>& arguments, const std::string& recipe) {
+    for (const auto& conflict : kConflicts) {
+        for (const auto& argument : arguments) {
+            const std::string_view name = std::string_view(argument).substr(0, argument.find('='));
+            for (const auto flag : conflict.flags) {
+                if (name == flag) { fail("{} does not go with --kv {}: {}; leave out one of them", flag, recipe, conflict.why); }
+            }
+        }
+        if (const char* value = std::getenv(conflict.environment); value && *value && std::string_view(value) != "0") {
+            fail("the environment variable {}={} does not go with --kv {}: {}; unset it", conflict.environment, value, recipe,
+                 conflict.why);
+        }
+    }
+}
+
+}  // namespace
+
+KvArguments take_kv_arguments(int argc, char** argv) {
+    KvArguments result;
+    llama::KvOptions options;
+    std::string first_companion;
+    bool asked = false;
+    for (int i = 0; i < argc; ++i) {
+        const std::string argument = argv[i];
+        const size_t equals = argument.find('=');
+        const std::string flag = argument.substr(0, equals);
+        // Other flags that begin with --kv- are llama.cpp's, or its to refuse.
+        if (std::ranges::find(kOurs, flag) == std::end(kOurs)) {
+            result.rest.push_back(argument);
+            continue;
+        }
+        std::string value;
+        if (equals != std::string::npos) {
+            value = argument.substr(equals + 1);
+        } else if (i + 1 < argc) {
+            value = argv[++i];
+        } else {
+            fail("{} needs a value", flag);
+        }
+        if (flag != "--kv" && first_companion.empty()) { first_companion = flag; }
+        if (flag == "--kv") {
+            options.recipe = find_recipe(value).name;
+            asked = true;
+        } else if (flag == "--kv-artifact") {
+            options.artefact = value;
+        } else if (flag == "--kv-sink") {
+            options.sink = count(flag, value);
+        } else if (flag == "--kv-recent") {
+            options.recent = count(flag, value);
+        } else {
+            options.prefill = prefill_rule(value);
+        }
+    }
+    if (!asked && !first_companion.empty()) { fail("{} was given without --kv RECIPE", first_companion); }
+    if (asked) {
+        refuse_conflicts(result.rest, options.recipe);
+        result.kv = std::move(options);
+    }
+    return result;
+}
+
+}  // namespace crumb::app

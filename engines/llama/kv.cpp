@@ -1,0 +1,239 @@
+#include "kv.h"
+
+#include "memory.h"
+#include "model_identity.h"
+
+#include "llama-arch.h"
+#include "llama-impl.h"
+
+#include <crumb/artefact.h>
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+#include <unordered_map>
+
+namespace crumb::llama {
+
+namespace {
+
+// llama.cpp's factory is a plain function pointer, so what it reads is global: set once by the program before it loads.
+struct Global {
+    std::mutex mutex;
+    std::optional<KvOptions> options;
+    std::string refusal;
+    std::unordered_map<const llama_model*, std::filesystem::path> files;
+    const Memory* newest = nullptr;
+};
+
+Global& global() {
+    static Global instance;
+    return instance;
+}
+
+// Forgets itself when llama.cpp frees the context.
+class TrackedMemory : public Memory {
+public:
+    using Memory::Memory;
+    ~TrackedMemory() override {
+        std::lock_guard lock(global().mutex);
+        if (global().newest == this) { global().newest = nullptr; }
+    }
+};
+
+std::string architecture(const llama_model& model) { return llm_arch_name(model.arch); }
+
+void refuse_unsupported(const llama_model& model) {
+    const auto& hparams = model.hparams;
+    const auto refuse = [&](std::string_view what) {
+        fail("architecture '{}': {}; run without --kv", architecture(model), what);
+    };
+    if (hparams.is_mla()) { refuse("latent KV (MLA) has no page format"); }
+    switch (model.arch) {
+        case LLM_ARCH_T5: refuse("encoder-decoder models are not supported by --kv"); break;
+        case LLM_ARCH_GROK: refuse("its scaled and capped logits are not supported by --kv"); break;
+        case LLM_ARCH_GEMMA4_ASSISTANT: refuse("a draft that reads the KV of another model is not supported by --kv"); break;
+        case LLM_ARCH_DFLASH: refuse("drafts that reach into the KV cache are not supported by --kv"); break;
+        default: break;
+    }
+    if (hparams.swa_type != LLAMA_SWA_TYPE_NONE && hparams.swa_type != LLAMA_SWA_TYPE_STANDARD) {
+        refuse("chunked and symmetric sliding windows are not supported by --kv");
+    }
+}
+
+struct Layers {
+    std::vector<CacheLayer> layers;
+    std::vector<int> owner;
+};
+
+Layers layers_of(const llama_model& model, const llama_memory_i::layer_filter_cb& filter,
+                 const llama_memory_i::layer_reuse_cb& reuse) {
+    const auto& hparams = model.hparams;
+    Layers result;
+    const int n_layer = hparams.n_layer_all;
+    result.layers.resize(n_layer);
+    result.owner.assign(n_layer, -1);
+    for (int il = 0; il < n_layer; ++il) {
+        CacheLayer& layer = result.layers[il];
+        layer.stores = false;
+        if ((filter && !filter(il)) || hparams.n_head_kv(il) == 0) { continue; }
+        const int from = reuse ? reuse(il) : -1;
+        result.owner[il] = from >= 0 ? from : il;
+        if (from >= 0) { continue; }
+        layer.stores = true;
+        layer.n_head_kv = hparams.n_head_kv(il);
+        layer.dim_k = hparams.n_embd_head_k(il);
+        layer.dim_v = hparams.n_embd_head_v(il);
+        layer.window = hparams.swa_type == LLAMA_SWA_TYPE_STANDARD && hparams.is_swa(il) ? int(hparams.n_swa) : 0;
+        if (hparams.n_head(il) % layer.n_head_kv != 0) {
+            fail("layer {}: {} query heads do not share {} KV heads evenly; run without --kv", il, hparams.n_head(il), layer.n_head_kv);
+        }
+    }
+    return result;
+}
+
+std::optional<Artefact> find_artefact(const llama_model& model, const KvOptions& options, const Recipe& recipe) {
+    if (!recipe.needs_artefact()) {
+        if (!options.artefact.empty()) {
+            fail("--kv {} needs no artefact, but --kv-artifact {} was given: leave it out, or choose a recipe that uses it",
+                 recipe.name, options.artefact.string());
+        }
+        return std::nullopt;
+    }
+    const auto file = model_file(&model);
+    const auto path = options.artefact.empty() ? default_artefact(file) : options.artefact;
+    if (path.empty() || !std::filesystem::exists(path)) {
+        fail("--kv {} needs an artefact for this model, and there is none at {}: make one with\n"
+             "    crumb calibrate -m {}\nor choose a recipe that needs none (crumb inspect --recipes)",
+             recipe.name, path.empty() ? "the usual place" : path.string(), file.empty() ? "MODEL.gguf" : file.string());
+    }
+    Artefact artefact = read_artefact(path);
+    artefact.require(identify(model, file));
+    return artefact;
+}
+
+CacheConfig geometry(const llama_model& model, const KvOptions& options, const Layers& layers, int64_t per_sequence, int64_t total,
+                     int n_sequences, int n_ubatch) {
+    refuse_unsupported(model);
+    CacheConfig config;
+    config.recipe = &find_recipe(options.recipe);
+    config.layers = layers.layers;
+    config.tables.resize(layers.layers.size());
+    config.sink = options.sink;
+    config.recent = options.recent;
+    config.prefill = options.prefill;
+    config.n_sequences = n_sequences;
+    config.tokens_per_sequence = per_sequence;
+    config.tokens_total = total;
+    config.max_step_tokens = n_ubatch;
+    return config;
+}
+
+void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& options) {
+    const auto artefact = find_artefact(model, options, *config.recipe);
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        const auto& layer = config.layers[il];
+        if (layer.stores && layer.window == 0 && config.recipe->coded()) {
+            config.tables[il] = layer_tables(*config.recipe, int(il), layer.n_head_kv, layer.dim_k, layer.dim_v,
+                                             artefact ? &*artefact : nullptr);
+        }
+    }
+    if (artefact) {
+        config.artefact_hash = artefact->hash();
+        config.model_hash = artefact->provenance.model.hash;
+    }
+}
+
+llama_memory_i* create(const llama_model& model, const llama_memory_params& params, const llama_cparams& cparams,
+                       const llama_memory_i::layer_filter_cb& filter, const llama_memory_i::layer_reuse_cb& reuse) {
+    auto& g = global();
+    try {
+        CRUMB_ASSERT(g.options);
+        for (const ggml_type type : {params.type_k, params.type_v}) {
+            if (type != GGML_TYPE_F16) {
+                fail("cache type {} was asked for together with --kv {}: --kv replaces the KV cache, leave out -ctk and -ctv",
+                     ggml_type_name(type), g.options->recipe);
+            }
+        }
+        Layers layers = layers_of(model, filter, reuse);
+        const int n_sequences = std::max<uint32_t>(cparams.n_seq_max, 1);
+        const int64_t per_sequence = cparams.kv_unified ? cparams.n_ctx : cparams.n_ctx_seq;
+        CacheConfig config = geometry(model, *g.options, layers, per_sequence, std::max<int64_t>(cparams.n_ctx, per_sequence),
+                                      n_sequences, cparams.n_ubatch);
+        add_tables(config, model, *g.options);
+        const std::string line = describe(config);
+        auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner));
+        if (!model.hparams.no_alloc) {
+            std::fprintf(stderr, "%s\n", line.c_str());
+            std::lock_guard lock(g.mutex);
+            g.newest = memory.get();
+        }
+        return memory.release();
+    } catch (const std::exception& e) {
+        std::lock_guard lock(g.mutex);
+        g.refusal = e.what();
+        throw;
+    }
+}
+
+void remember_file(const llama_model* model, const char* path) {
+    std::lock_guard lock(global().mutex);
+    global().files[model] = path;
+}
+
+}  // namespace
+
+void use_kv(std::optional<KvOptions> options) {
+    global().options = std::move(options);
+    llama_memory_set_factory(global().options ? create : nullptr);
+    llama_model_set_load_observer(remember_file);
+}
+
+std::string last_refusal() {
+    std::lock_guard lock(global().mutex);
+    return global().refusal;
+}
+
+std::filesystem::path default_artefact(const std::filesystem::path& model_file) {
+    if (model_file.empty()) { return {}; }
+    auto path = model_file;
+    return path.replace_extension(".crumb.safetensors");
+}
+
+std::filesystem::path model_file(const llama_model* model) {
+    std::lock_guard lock(global().mutex);
+    const auto found = global().files.find(model);
+    return found == global().files.end() ? std::filesystem::path{} : found->second;
+}
+
+CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch) {
+    return geometry(model, options, layers_of(model, nullptr, nullptr), n_ctx, int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch);
+}
+
+std::string describe(const CacheConfig& config) {
+    const CacheBytes bytes = cache_bytes(config);
+    int coded = 0, windowed = 0, window = 0;
+    for (const auto& layer : config.layers) {
+        if (!layer.stores) { continue; }
+        (layer.window ? windowed : coded)++;
+        window = std::max(window, layer.window);
+    }
+    std::string text = fmt::format(
+        "kv: {}, {:.3f} bits per element ({:.3f} at {} tokens, windows included), sink {} + recent {} in BF16, {:.1f} MiB instead of "
+        "{:.1f} MiB at 16 bit ({:.1f}x), {} layers",
+        config.recipe->name, bytes.bits_per_element, bytes.effective_bits, config.tokens_total, config.sink, config.recent,
+        bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
+    if (windowed) { text += fmt::format(", {} sliding-window layers ({} tokens) stay BF16", windowed, window); }
+    if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
+    if (!config.artefact_hash.empty()) { text += fmt::format(", artefact {}", config.artefact_hash.substr(0, 12)); }
+    return text;
+}
+
+std::optional<KvStatus> kv_status() {
+    std::lock_guard lock(global().mutex);
+    if (!global().newest) { return std::nullopt; }
+    return KvStatus{global().newest->cache().bytes(), global().newest->cache().counters()};
+}
+
+}  // namespace crumb::llama

@@ -1,0 +1,48 @@
+// llama.cpp with crumb as its KV memory: what a context created from now on gets.
+#pragma once
+
+#include <crumb/cache.h>
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+struct llama_model;
+
+namespace crumb::llama {
+
+struct KvOptions {
+    std::string recipe;              // a name of recipes()
+    std::filesystem::path artefact;  // empty: default_artefact() of the model file, if it exists
+    int sink = 64;
+    int recent = 256;
+    PrefillRule prefill = PrefillRule::position;
+};
+
+// Contexts that llama.cpp creates after this call keep their K and V in a crumb cache; nullopt: in llama.cpp's own. A
+// context that crumb cannot serve (architecture, head size, missing or foreign artefact) fails to be created, and
+// last_refusal() says why and what to type.
+void use_kv(std::optional<KvOptions> options);
+std::string last_refusal();
+
+// Where `crumb calibrate` puts an artefact and where a context looks for one: MODEL.gguf -> MODEL.crumb.safetensors.
+std::filesystem::path default_artefact(const std::filesystem::path& model_file);
+
+// The file that a model was loaded from; empty if it came from elsewhere.
+std::filesystem::path model_file(const llama_model* model);
+
+// Sizes and layers of the cache that a context of `model` would get. Reads no artefact (the tables stay empty), needs no
+// weights (a model loaded vocab_only will do). Throws Error for what --kv does not support.
+CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch);
+
+// One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.
+std::string describe(const CacheConfig& config);
+
+// Counters of the newest live crumb cache; nullopt if there is none.
+struct KvStatus {
+    CacheBytes bytes;
+    CacheCounters counters;
+};
+std::optional<KvStatus> kv_status();
+
+}  // namespace crumb::llama

@@ -1,0 +1,285 @@
+#include "memory.h"
+
+#include "llama-batch.h"
+#include "llama-impl.h"
+#include "llama-io.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+
+namespace crumb::llama {
+
+namespace {
+
+// The ubatches of one llama_decode call. Without any: the reserve pass, which builds graphs and runs none.
+class Context : public llama_memory_context_i {
+public:
+    Context(Memory* memory, llama_memory_status status) : memory_(memory), status_(status) {}
+    Context(Memory* memory, std::vector<llama_ubatch> ubatches)
+        : memory_(memory), status_(LLAMA_MEMORY_STATUS_SUCCESS), ubatches_(std::move(ubatches)) {}
+
+    bool next() override { return ++current_ < ubatches_.size(); }
+    bool apply() override { return ubatches_.empty() || memory_->apply(ubatches_[current_]); }
+    const llama_ubatch& get_ubatch() const override { return ubatches_.at(current_); }
+    llama_memory_status get_status() const override { return status_; }
+
+    bool has_attn() const override { return true; }
+    ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args) const override {
+        return memory_->build_attn(graph, args);
+    }
+
+private:
+    Memory* memory_;
+    llama_memory_status status_;
+    std::vector<llama_ubatch> ubatches_;
+    size_t current_ = 0;
+};
+
+RowSource rows(const ggml_tensor* t) {
+    return {static_cast<const float*>(t->data), t->nb[2] / sizeof(float), t->nb[1] / sizeof(float)};
+}
+
+}  // namespace
+
+Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner)
+    : model_(model), cparams_(cparams), owner_(std::move(owner)), planned_(cache_bytes(config)) {
+    if (!model.hparams.no_alloc) { cache_ = std::make_unique<Cache>(std::move(config)); }
+}
+
+Memory::~Memory() = default;
+
+llama_memory_context_ptr Memory::init_batch(llama_batch_allocr& balloc, uint32_t n_ubatch, bool) {
+    balloc.split_reset();
+    std::vector<llama_ubatch> ubatches;
+    for (;;) {
+        // Sequences of any length may share a ubatch: attention follows the sequence of each token.
+        auto ubatch = balloc.split_simple(n_ubatch);
+        if (ubatch.n_tokens == 0) { break; }
+        if (ubatch.embd && ubatch.is_pos_2d()) {
+            LLAMA_LOG_ERROR("crumb: image positions (M-RoPE) are not supported by --kv; run without --kv\n");
+            return std::make_unique<Context>(this, LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+        }
+        ubatches.push_back(std::move(ubatch));
+    }
+    if (balloc.get_n_used() < balloc.get_n_tokens() || !fits(ubatches)) {
+        return std::make_unique<Context>(this, LLAMA_MEMORY_STATUS_FAILED_PREPARE);
+    }
+    return std::make_unique<Context>(this, std::move(ubatches));
+}
+
+llama_memory_context_ptr Memory::init_full() {
+    return std::make_unique<Context>(this, LLAMA_MEMORY_STATUS_SUCCESS);
+}
+
+llama_memory_context_ptr Memory::init_update(llama_context*, bool) {
+    return std::make_unique<Context>(this, LLAMA_MEMORY_STATUS_NO_UPDATE);
+}
+
+std::vector<Append> Memory::appends(const llama_ubatch& ubatch) const {
+    std::vector<Append> result;
+    for (uint32_t t = 0; t < ubatch.n_tokens; ++t) {
+        for (int j = 0; j < ubatch.n_seq_id[t]; ++j) {
+            // A token of several sequences is stored in all of them and attends in the first: they are equal up to it.
+            result.push_back({uint32_t(ubatch.seq_id[t][j]), t, j == 0});
+        }
+    }
+    return result;
+}
+
+bool Memory::fits(const std::vector<llama_ubatch>& ubatches) const {
+    std::vector<Append> all;
+    for (const auto& ubatch : ubatches) {
+        const auto some = appends(ubatch);
+        all.insert(all.end(), some.begin(), some.end());
+    }
+    return !cache_ || cache_->fits(all);
+}
+
+bool Memory::apply(const llama_ubatch& ubatch) {
+    std::vector<int32_t> next(cache_->config().n_sequences);
+    for (uint32_t s = 0; s < next.size(); ++s) { next[s] = cache_->length(s); }
+    for (uint32_t t = 0; t < ubatch.n_tokens; ++t) {
+        for (int j = 0; j < ubatch.n_seq_id[t]; ++j) {
+            const auto s = ubatch.seq_id[t][j];
+            if (ubatch.pos[t] != next[s]++) {
+                LLAMA_LOG_ERROR("crumb: token at position %d of sequence %d, but %d is next: positions must follow each other\n",
+                                int(ubatch.pos[t]), int(s), int(next[s] - 1));
+                return false;
+            }
+        }
+    }
+    causal_ = cparams_.causal_attn;
+    if (!cache_->begin(appends(ubatch), causal_)) { return false; }
+    const int n_threads = std::max(cparams_.n_threads, cparams_.n_threads_batch);
+    for (auto& node : nodes_) {
+        const auto& a = node->attention;
+        work_.prepare(cache_->plan(owner_[node->layer]), a.n_head, a.n_head_kv, a.format, n_threads);
+    }
+    return true;
+}
+
+Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
+    for (auto& node : nodes_) {
+        if (node->layer == args.il) {
+            CRUMB_ASSERT(node->attention.scale == args.kq_scale);
+            return *node;
+        }
+    }
+    const auto& hparams = model_.hparams;
+    auto node = std::make_unique<LayerNode>();
+    node->memory = this;
+    node->layer = args.il;
+    auto& a = node->attention;
+    const int owner = owner_.at(args.il);
+    a.n_head = hparams.n_head(args.il);
+    a.n_head_kv = hparams.n_head_kv(owner);
+    if (cache_) {
+        const auto& config = cache_->config();
+        const auto& layer = config.layers[owner];
+        const bool coded = layer.window == 0;
+        a.format = coded ? page_format(*config.recipe, layer.dim_k, layer.dim_v) : bf16_format(layer.dim_k, layer.dim_v);
+        if (coded) { a.tables = config.tables[owner]; }
+    }
+    a.scale = args.kq_scale;
+    a.softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+    a.alibi_max_bias = hparams.use_alibi ? hparams.f_max_alibi_bias : 0.0f;
+    nodes_.push_back(std::move(node));
+    return *nodes_.back();
+}
+
+ggml_tensor* Memory::build_attn(const llm_graph_context& graph, const llama_attn_args& args) {
+    if (args.kq_b) { fail("layer {}: a bias on the attention logits is not supported by --kv; run without --kv", args.il); }
+    if (cparams_.training) { fail("training is not supported by --kv; run without --kv"); }
+    const int owner = owner_.at(args.il);
+    if (owner < 0) { fail("layer {} attends but has no K and V in the configuration", args.il); }
+    for (const auto* t : {args.q, args.k, args.v}) {
+        if (t && (t->type != GGML_TYPE_F32 || t->nb[0] != sizeof(float))) {
+            fail("layer {}: Q, K and V must be F32 rows, this model gives {}; run without --kv", args.il, ggml_type_name(t->type));
+        }
+    }
+    LayerNode& node = layer_node(args);
+    const int64_t dim_v = model_.hparams.n_embd_head_v(args.il);
+
+    ggml_tensor* inputs[3] = {args.q};
+    int n = 1;
+    if (args.k && args.v) {
+        ggml_tensor* kv[2] = {args.k, args.v};
+        ggml_tensor* stored =
+            ggml_custom_4d(graph.ctx0, GGML_TYPE_I32, 1, 1, 1, 1, kv, 2, run_store, GGML_N_TASKS_MAX, &node);
+        graph.cb(stored, "kv_stored", args.il);
+        ggml_build_forward_expand(graph.gf, stored);
+        inputs[n++] = stored;
+    }
+    if (args.sinks) { inputs[n++] = args.sinks; }
+    return ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, dim_v * node.attention.n_head, args.q->ne[2], 1, 1, inputs, n,
+                          run_attend, GGML_N_TASKS_MAX, &node);
+}
+
+void Memory::run_store(ggml_tensor* node, int thread, int n_threads, void* userdata) {
+    const auto& layer = *static_cast<LayerNode*>(userdata);
+    layer.memory->cache_->store(layer.layer, rows(node->src[0]), rows(node->src[1]), thread, n_threads);
+}
+
+void Memory::run_attend(ggml_tensor* node, int thread, int n_threads, void* userdata) {
+    auto& layer = *static_cast<LayerNode*>(userdata);
+    const Cache& cache = *layer.memory->cache_;
+    AttentionLayer attention = layer.attention;
+    for (int i = 1; i < 3; ++i) {
+        const auto* t = node->src[i];
+        if (t && t->op != GGML_OP_CUSTOM) { attention.sinks = static_cast<const float*>(t->data); }
+    }
+    const RowSource q = rows(node->src[0]);
+    const AttentionIo io{q.data, q.token_stride, q.head_stride, static_cast<float*>(node->data), node->nb[1] / sizeof(float)};
+    const int owner = layer.memory->owner_[layer.layer];
+    static const Isa isa = best_isa();
+    attend(isa, attention, cache.plan(owner), cache.views(owner), io, layer.memory->work_, thread, n_threads);
+}
+
+// --- sequences
+
+std::pair<llama_seq_id, llama_seq_id> Memory::sequences(llama_seq_id id) const {
+    const llama_seq_id n = cache_ ? cache_->config().n_sequences : 0;
+    return id < 0 ? std::pair{0, n} : std::pair{id, std::min(id + 1, n)};
+}
+
+void Memory::clear(bool) {
+    const auto [first, last] = sequences(-1);
+    for (auto s = first; s < last; ++s) { cache_->crop(s, 0); }
+}
+
+// Only the end of a sequence can go: what lies in the middle of a coded page cannot be cut out.
+bool Memory::seq_rm(llama_seq_id id, llama_pos p0, llama_pos p1) {
+    bool all = true;
+    const auto [first, last] = sequences(id);
+    for (auto s = first; s < last; ++s) {
+        const int32_t length = cache_->length(s), from = std::max(p0, 0);
+        if (from >= length || (p1 >= 0 && p1 <= from)) { continue; }
+        all = (p1 < 0 || p1 >= length) && cache_->crop(s, from) && all;
+    }
+    return all;
+}
+
+void Memory::seq_cp(llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos p1) {
+    if (from == to || !cache_) { return; }
+    const int32_t length = cache_->length(from);
+    const int32_t end = p1 < 0 ? length : std::min(p1, length);
+    if (p0 > 0) { fail("seq_cp from position {}: only a prefix of a sequence can be copied with --kv", p0); }
+    if (!cache_->fork(from, to, end)) {
+        fail("seq_cp of the first {} of {} tokens: the sliding windows at that position are gone (lowest: {})", end, length,
+             cache_->lowest_crop(from));
+    }
+}
+
+void Memory::seq_keep(llama_seq_id id) {
+    const auto [first, last] = sequences(-1);
+    for (auto s = first; s < last; ++s) {
+        if (s != id) { cache_->crop(s, 0); }
+    }
+}
+
+void Memory::seq_add(llama_seq_id, llama_pos, llama_pos, llama_pos shift) {
+    if (shift != 0) { fail("positions of coded keys cannot be shifted: run without --context-shift, --cache-reuse and self-extend"); }
+}
+
+void Memory::seq_div(llama_seq_id, llama_pos, llama_pos, int d) {
+    if (d != 1) { fail("positions of coded keys cannot be divided: run without self-extend (-gan, -gaw)"); }
+}
+
+// The server asks whether the sliding windows reach back far enough before it rewinds a slot.
+llama_pos Memory::seq_pos_min(llama_seq_id id) const {
+    if (!cache_ || cache_->length(id) == 0) { return -1; }
+    const int32_t lowest = cache_->lowest_crop(id);
+    return lowest == 0 ? 0 : std::max(0, lowest - int32_t(model_.hparams.n_swa) + 1);
+}
+
+llama_pos Memory::seq_pos_max(llama_seq_id id) const { return cache_ ? cache_->length(id) - 1 : -1; }
+
+std::map<ggml_backend_buffer_type_t, size_t> Memory::memory_breakdown() const {
+    return {{ggml_backend_cpu_buffer_type(), planned_.total()}};
+}
+
+// --- state (slot files, the server's prompt cache, checkpoints)
+
+void Memory::state_write(llama_io_write_i& io, llama_seq_id id, llama_state_seq_flags flags) const {
+    const bool windows_only = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const auto [first, last] = sequences(id);
+    const uint32_t n = last - first;
+    io.write(&n, sizeof n);
+    for (auto s = first; s < last; ++s) {
+        cache_->save(s, [&](const void* data, size_t size) { io.write(data, size); }, windows_only);
+    }
+}
+
+void Memory::state_read(llama_io_read_i& io, llama_seq_id id, llama_state_seq_flags flags) {
+    const bool windows_only = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const auto [first, last] = sequences(id);
+    uint32_t n = 0;
+    io.read(&n, sizeof n);
+    if (n != uint32_t(last - first)) { fail("the saved state holds {} sequences, {} are wanted", n, last - first); }
+    for (auto s = first; s < last; ++s) {
+        cache_->restore(s, [&](void* data, size_t size) { io.read(data, size); }, windows_only);
+    }
+}
+
+}  // namespace crumb::llama

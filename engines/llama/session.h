@@ -1,0 +1,52 @@
+// A model and its contexts as values that clean up after themselves, for the commands that drive llama.cpp directly.
+#pragma once
+
+#include "kv.h"
+
+#include "llama.h"
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace crumb::llama {
+
+struct FreeModel {
+    void operator()(llama_model* model) const { llama_model_free(model); }
+};
+struct FreeContext {
+    void operator()(llama_context* context) const { llama_free(context); }
+};
+using ModelPtr = std::unique_ptr<llama_model, FreeModel>;
+using ContextPtr = std::unique_ptr<llama_context, FreeContext>;
+
+// llama.cpp's own log is silent unless something went wrong.
+void quiet_log();
+
+// Throws Error if the file is no model that llama.cpp can load. `geometry`: hyperparameters and vocabulary, no weights.
+enum class Load : uint8_t { all, geometry };
+ModelPtr load_model(const std::filesystem::path& file, Load what = Load::all);
+
+struct ContextOptions {
+    int n_ctx = 4096;
+    int n_ubatch = 512;
+    int n_threads = 0;  // 0: all cores
+    bool all_logits = false;
+    ggml_backend_sched_eval_callback observe = nullptr;
+    void* observer = nullptr;
+};
+
+// With crumb's cache, or llama.cpp's own F16 one for nullopt. Throws Error with the reason of a refusal.
+ContextPtr new_context(llama_model* model, const ContextOptions& options, const std::optional<KvOptions>& kv);
+
+std::vector<llama_token> tokenize(const llama_model* model, const std::string& text, bool add_special, bool parse_special);
+std::string detokenize(const llama_model* model, std::span<const llama_token> tokens);
+std::string read_text(const std::filesystem::path& file);
+
+// Appends tokens to sequence 0; `last_only`: logits of the last token alone. Throws Error if the engine fails.
+void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only);
+
+}  // namespace crumb::llama
