@@ -1,0 +1,51 @@
+# Two commands on a fresh Debian 12: `make setup` and `make test`. (Without make: tools/setup.sh brings it.)
+# Sources, models, text and the build of llama.cpp are kept in $(CRUMB_CACHE), this tree's own build in $(BUILD).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+.NOTPARALLEL:
+
+export CRUMB_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/crumb
+BUILD ?= build
+TYPE  ?= RelWithDebInfo
+JOBS  ?= $(shell nproc)
+MODEL ?= smollm2
+CMAKE_FLAGS ?=
+CTEST_FLAGS ?=
+ctest = ctest --test-dir $(BUILD) --output-on-failure $(CTEST_FLAGS)
+
+.PHONY: help setup build test test-fast demo clean
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo "  cache folder: $(CRUMB_CACHE)"
+
+setup: ## install missing Debian packages, fetch and build the pinned llama.cpp (once)
+	@tools/setup.sh
+	@CRUMB_JOBS=$(JOBS) engines/llama/build.sh >/dev/null
+
+build: ## build the library, the program and the tests into $(BUILD)
+	@prefix=$$(engines/llama/build.sh --prefix) && \
+	cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=$(TYPE) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+	    -DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache \
+	    -DCRUMB_LLAMA_PREFIX="$$prefix" $(CMAKE_FLAGS) --log-level=WARNING
+	@cmake --build $(BUILD) -j $(JOBS)
+
+test: setup build ## everything: fetch two small models and text, run all tests
+	@tools/fetch.py model smollm2 >/dev/null
+	@tools/fetch.py model gemma3 >/dev/null
+	@tools/fetch.py text >/dev/null
+	@$(ctest)
+
+test-fast: build ## the tests that need no model
+	@$(ctest) -L fast
+
+demo: build ## chat about a document with a compressed cache; MODEL=smollm2|qwen
+	@tools/fetch.py model $(MODEL) >/dev/null
+	@tools/fetch.py text >/dev/null
+	@CRUMB_BUILD=$(BUILD) tools/demo.sh $(MODEL)
+
+clean: ## remove this tree's build; the cache folder stays
+	@rm -rf $(BUILD)
