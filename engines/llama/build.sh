@@ -52,7 +52,7 @@ case $(uname -m) in
         if has avx512f avx512cd avx512vl avx512dq avx512bw; then
             isa+=(-DGGML_AVX512=ON)
             for pair in AVX512_VNNI:avx512_vnni AVX512_VBMI:avx512vbmi AVX512_BF16:avx512_bf16; do
-                has "${pair#*:}" && isa+=("-DGGML_${pair%%:*}=ON")
+                if has "${pair#*:}"; then isa+=("-DGGML_${pair%%:*}=ON"); fi
             done
             # AMX stays off: _tile_loadconfig of GCC 12.2 reads 8 of the 64 bytes of the tile shapes, the compiler drops
             # the others as never read, and the first tile instruction is then an illegal one
@@ -63,8 +63,8 @@ case $(uname -m) in
     aarch64)
         features=" $(sed -n '/^Features/{s/^[^:]*://p;q}' /proc/cpuinfo) "
         arch=armv8-a
-        [[ $features == *" asimddp "* && $features == *" asimdhp "* ]] && arch=armv8.2-a+dotprod+fp16
-        [[ $arch == *dotprod* && $features == *" i8mm "* ]] && arch+=+i8mm
+        if [[ $features == *" asimddp "* && $features == *" asimdhp "* ]]; then arch=armv8.2-a+dotprod+fp16; fi
+        if [[ $arch == *dotprod* && $features == *" i8mm "* ]]; then arch+=+i8mm; fi
         isa+=("-DGGML_CPU_ARM_ARCH=$arch")
         ;;
 esac
