@@ -139,8 +139,9 @@ public:
     void save(uint32_t sequence, const Write& write, bool windows_only = false) const;
     void restore(uint32_t sequence, const Read& read, bool windows_only = false);
 
-private:
     struct State;
+
+private:
     std::unique_ptr<State> state_;
 };
 

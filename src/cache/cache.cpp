@@ -1,0 +1,163 @@
+// Sequences: what crop and fork do to extents and tables.
+#include "cache/state.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace crumb {
+namespace {
+
+// Calls use(block) for the blocks of `range` that are not in `other`.
+void for_each_outside(BlockRange range, BlockRange other, auto use) {
+    for (int32_t b = range.begin; b < std::min(range.end, other.begin); b++) { use(b); }
+    for (int32_t b = std::max(range.begin, other.end); b < range.end; b++) { use(b); }
+}
+
+void move(Pool& pool, std::vector<uint32_t>& ids, BlockRange from, BlockRange to) {
+    for_each_outside(from, to, [&](int32_t b) {
+        pool.release(ids[b]);
+        ids[b] = kNoBlock;
+    });
+    for_each_outside(to, from, [&](int32_t b) {
+        CRUMB_ASSERT(ids[b] == kNoBlock);
+        ids[b] = pool.take();
+    });
+}
+
+void share(Pool& pool, const std::vector<uint32_t>& from, std::vector<uint32_t>& to) {
+    for (size_t b = 0; b < from.size(); b++) {
+        to[b] = from[b];
+        if (to[b] != kNoBlock) { pool.hold(to[b]); }
+    }
+}
+
+}  // namespace
+
+Cache::State::State(CacheConfig c, CacheShape shape)
+    : config(std::move(c)), rules(config), coded(std::move(shape.coded)), exact(std::move(shape.exact)),
+      window(std::move(shape.window)) {
+    CRUMB_ASSERT(!config.recipe->coded() || config.tables.size() == config.layers.size());
+    const std::vector<uint32_t> none(blocks_for(config.tokens_per_sequence), kNoBlock);
+    sequences.resize(config.n_sequences);
+    for (Sequence& sequence : sequences) { sequence.coded = sequence.exact = sequence.window = none; }
+
+    const size_t n_layer = config.layers.size();
+    plan_of.resize(n_layer);
+    views.resize(n_layer);
+    for (size_t i = 0; i < n_layer; i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (!layer.stores) { continue; }
+        CRUMB_ASSERT(!is_coded(layer) || !config.recipe->coded() || int(config.tables[i].size()) == layer.n_head_kv);
+        plan_of[i] = size_t(std::ranges::find(windows, layer.window) - windows.begin());
+        if (plan_of[i] == windows.size()) { windows.push_back(layer.window); }
+        const auto table = [i](const Pool& pool, const std::vector<uint32_t>& ids) {
+            return BlockTable{pool.base(int(i)), pool.shape().slabs[i].stride(), ids};
+        };
+        for (const Sequence& s : sequences) {
+            views[i].push_back(is_window(layer) ? SequenceView{{}, table(window, s.window)}
+                                                : SequenceView{table(coded, s.coded), table(exact, s.exact)});
+        }
+    }
+    step.plans.resize(windows.size());
+}
+
+Sequence& Cache::State::at(uint32_t sequence) {
+    CRUMB_ASSERT(sequence < sequences.size());
+    return sequences[sequence];
+}
+
+void Cache::State::reshape(Sequence& s, const Extent& to) {
+    const Extent from = std::exchange(s.extent, to);
+    move(coded, s.coded, rules.coded(from), rules.coded(to));
+    move(exact, s.exact, rules.sinks(from), rules.sinks(to));
+    move(exact, s.exact, rules.exact(from), rules.exact(to));
+    move(window, s.window, rules.windows(from), rules.windows(to));
+}
+
+void Cache::State::settle(Sequence& s) {
+    if (s.source != kNoBlock) { coded.release(std::exchange(s.source, kNoBlock)); }
+    s.before = s.extent;
+}
+
+// A step that is cropped away entirely may have been abandoned before its blocks were encoded, so their codes go too: the
+// exact rows are still there, and encoding them again gives the same bytes.
+void Cache::State::crop(Sequence& s, int32_t length) {
+    Extent now = s.extent;
+    if (length >= now.length) { return; }
+    if (length <= s.before.length) {
+        now.coded_end = std::min(now.coded_end, s.before.coded_end);
+        if (s.source != kNoBlock) { std::swap(s.coded[now.exact_begin / kPageTokens], s.source); }
+    }
+    const Extent next = rules.cropped(now, length);
+    if (0 < next.exact_begin && next.exact_begin < now.exact_begin) {
+        const int32_t in_window = std::max(rules.edge(length), rules.sink);
+        const int32_t known = std::min(length, rules.edge(now.length));  // older ones were outside, newer ones counted
+        counters.aged_early_tokens += uint64_t(std::max(0, known - in_window));
+    }
+    reshape(s, next);
+    settle(s);
+    // A block of codes that the crop went through has BF16 rows again: later tokens fill the upper ones, nothing reads the
+    // lower ones, but they must not be what somebody else left there.
+    const int32_t block = next.exact_begin / kPageTokens;
+    if (next.exact_begin % kPageTokens != 0 && block < now.exact_begin / kPageTokens) { exact.clear(s.exact[block]); }
+}
+
+Cache::Cache(CacheConfig config) {
+    CacheShape shape = shape_of(config);
+    state_ = std::make_unique<State>(std::move(config), std::move(shape));
+}
+Cache::~Cache() = default;
+
+const CacheConfig& Cache::config() const { return state_->config; }
+
+CacheBytes Cache::bytes() const {
+    CacheBytes bytes = cache_bytes(state_->config);
+    bytes.coded = state_->coded.allocated();
+    bytes.exact = state_->exact.allocated();
+    bytes.window = state_->window.allocated();
+    return bytes;
+}
+
+CacheCounters Cache::counters() const {
+    CacheCounters counters = state_->counters;
+    counters.shared_blocks = state_->coded.shared();
+    counters.blocks_in_use = state_->coded.in_use();
+    counters.blocks_total = counters.blocks_in_use + state_->coded.available();
+    return counters;
+}
+
+int32_t Cache::length(uint32_t sequence) const { return state_->at(sequence).extent.length; }
+
+int32_t Cache::lowest_crop(uint32_t sequence) const { return state_->rules.lowest_crop(state_->at(sequence).extent); }
+
+bool Cache::crop(uint32_t sequence, int32_t length) {
+    CRUMB_ASSERT(length >= 0);
+    if (length != 0 && length < lowest_crop(sequence)) { return false; }
+    state_->crop(state_->at(sequence), length);
+    return true;
+}
+
+// All blocks are shared, the partial ones as well: who writes to a shared block first gets a copy of it (step.cpp).
+bool Cache::fork(uint32_t from, uint32_t to, int32_t length) {
+    if (from == to) { return crop(from, length); }
+    CRUMB_ASSERT(length >= 0);
+    if (length != 0 && length < lowest_crop(from)) { return false; }
+    State& state = *state_;
+    const Sequence& source = state.at(from);
+    Sequence& copy = state.at(to);
+    state.crop(copy, 0);
+    share(state.coded, source.coded, copy.coded);
+    share(state.exact, source.exact, copy.exact);
+    share(state.window, source.window, copy.window);
+    copy.extent = copy.before = source.extent;
+    state.crop(copy, length);
+    return true;
+}
+
+const AttentionPlan& Cache::plan(int layer) const { return state_->step.plans[state_->plan_of[layer]]; }
+
+std::span<const SequenceView> Cache::views(int layer) const { return state_->views[layer]; }
+
+}  // namespace crumb

@@ -1,0 +1,73 @@
+// Blocks of one kind: a slab of memory a layer, a free list and reference counts. Block i is record i of every slab, so a
+// block id is good for all layers. Memory is reserved at once and becomes physical when it is written.
+#pragma once
+
+#include <crumb/page.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace crumb {
+
+// The records of one layer. n_head_kv = 0: the layer has none in this pool.
+struct SlabShape {
+    PageFormat format;
+    int n_head_kv = 0;
+    size_t stride() const { return n_head_kv == 0 ? 0 : size_t(n_head_kv) * format.bytes(); }
+};
+
+struct PoolShape {
+    std::string_view name;         // for people
+    int64_t n_blocks = 0;
+    std::vector<SlabShape> slabs;  // by model layer
+    size_t block_bytes() const;    // of a block in all layers
+    size_t bytes() const { return size_t(n_blocks) * block_bytes(); }
+};
+
+class Pool {
+public:
+    // Throws Error that says what to type if there is not enough memory.
+    explicit Pool(PoolShape shape);
+
+    const PoolShape& shape() const { return shape_; }
+    size_t allocated() const { return allocated_; }
+    size_t available() const { return free_.size(); }
+    size_t in_use() const { return references_.size() - free_.size(); }
+    size_t shared() const { return shared_; }  // blocks with more than one owner
+
+    uint32_t take();
+    void hold(uint32_t id);
+    void release(uint32_t id);
+    bool is_shared(uint32_t id) const { return references_[id] > 1; }
+
+    // How many blocks become free when each of `ids` is released; an id may appear more than once.
+    size_t freed_by(std::vector<uint32_t> ids) const;
+
+    std::byte* base(int layer) const { return slabs_[layer].get(); }
+    std::byte* block(int layer, uint32_t id) const { return base(layer) + id * shape_.slabs[layer].stride(); }
+    std::byte* page(int layer, uint32_t id, int head) const {
+        return block(layer, id) + size_t(head) * shape_.slabs[layer].format.bytes();
+    }
+    void copy(uint32_t from, uint32_t to);
+    void clear(uint32_t id);
+
+private:
+    static constexpr std::align_val_t kAlignment{4096};
+    struct Free {
+        void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }
+    };
+
+    PoolShape shape_;
+    std::vector<std::unique_ptr<std::byte, Free>> slabs_;  // by model layer, null where there are no records
+    size_t allocated_ = 0;
+    std::vector<uint32_t> free_;        // a stack: what was used last is used first
+    std::vector<uint32_t> references_;  // by block
+    size_t shared_ = 0;
+};
+
+}  // namespace crumb

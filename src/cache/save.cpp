@@ -1,0 +1,312 @@
+// One sequence as bytes.
+//
+//   magic, version of this layout, version of the page format
+//   identity of configuration and model, as texts in a fixed order
+//   extent (extent.h)                                                checksum
+//   a record a block: coded, then exact, then window blocks          its bytes in all layers, checksum
+//
+// Integers are little endian; a checksum is the XXH3-64 of all bytes before it. Which blocks follow is computed from the
+// extent, so a state carries no tables and no sizes: what is read is bounded by this cache's own configuration, whatever
+// the bytes say. Rows that hold no token are written as zeros.
+#include "cache/state.h"
+
+#include <crumb/error.h>
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace crumb {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr uint64_t kMagic = 0x514553424d555243;  // "CRUMBSEQ"
+constexpr uint32_t kStateVersion = 1;
+constexpr uint32_t kLongestText = 256;
+
+struct Property {
+    std::string name, value;
+};
+
+// What must agree for a state to mean the same tokens here.
+std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
+    std::vector<Property> all{
+        {"contents", windows_only ? "sliding windows" : "everything"},
+        {"recipe", std::string(config.recipe->name)},
+        {"artefact", config.artefact_hash},
+        {"model", config.model_hash},
+        {"--kv-prefill", config.prefill == PrefillRule::exact ? "exact" : "position"},
+        {"--kv-sink", std::to_string(config.sink)},
+        {"--kv-recent", std::to_string(config.recent)},
+        {"number of layers", std::to_string(config.layers.size())},
+    };
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& l = config.layers[i];
+        all.push_back({fmt::format("layer {}", i), !l.stores ? "stores nothing"
+                                                             : fmt::format("{} heads of {} + {}, window {}", l.n_head_kv,
+                                                                           l.dim_k, l.dim_v, l.window)});
+    }
+    return all;
+}
+
+class Checksum {
+public:
+    Checksum() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
+    void add(const void* data, size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
+    uint64_t value() const { return XXH3_64bits_digest(state_.get()); }
+
+private:
+    struct Free {
+        void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+    };
+    std::unique_ptr<XXH3_state_t, Free> state_;
+};
+
+class Writer {
+public:
+    explicit Writer(const Cache::Write& write) : write_(write) {}
+    void bytes(const void* data, size_t n) {
+        write_(data, n);
+        checksum_.add(data, n);
+    }
+    void number(auto x) { bytes(&x, sizeof x); }
+    void text(std::string_view s) {
+        number(uint32_t(s.size()));
+        bytes(s.data(), s.size());
+    }
+    void checksum() { number(checksum_.value()); }
+
+private:
+    const Cache::Write& write_;
+    Checksum checksum_;
+};
+
+class Reader {
+public:
+    explicit Reader(const Cache::Read& read) : read_(read) {}
+    void bytes(void* data, size_t n) {
+        read_(data, n);
+        checksum_.add(data, n);
+    }
+    template <class T> T number() {
+        T x{};
+        bytes(&x, sizeof x);
+        return x;
+    }
+    std::string text() {
+        const auto size = number<uint32_t>();
+        if (size > kLongestText) { fail("a saved sequence is damaged: a name of {} bytes in its header", size); }
+        std::string s(size, '\0');
+        bytes(s.data(), size);
+        return s;
+    }
+    void checksum(std::string_view part) {
+        const uint64_t expected = checksum_.value();
+        if (number<uint64_t>() != expected) { fail("a saved sequence is damaged: wrong checksum of {}", part); }
+    }
+
+private:
+    const Cache::Read& read_;
+    Checksum checksum_;
+};
+
+void write_header(Writer& out, const CacheConfig& config, bool windows_only, const Extent& e) {
+    out.number(kMagic);
+    out.number(kStateVersion);
+    out.number(uint32_t(kPageFormatVersion));
+    for (const Property& property : identity(config, windows_only)) { out.text(property.value); }
+    for (const int32_t position : {e.length, e.coded_end, e.exact_begin, e.window_begin}) { out.number(position); }
+    out.checksum();
+}
+
+Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
+    if (in.number<uint64_t>() != kMagic) { fail("this is not a saved sequence of crumb"); }
+    const auto state = in.number<uint32_t>(), page = in.number<uint32_t>();
+    if (state != kStateVersion || page != uint32_t(kPageFormatVersion)) {
+        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", state, page,
+             kStateVersion, kPageFormatVersion);
+    }
+    for (const Property& property : identity(config, windows_only)) {
+        const std::string found = in.text();
+        if (found != property.value) {
+            fail("the sequence was saved with {} '{}', here it is '{}': start with the settings that it was saved with",
+                 property.name, found, property.value);
+        }
+    }
+    Extent e;
+    for (int32_t* position : {&e.length, &e.coded_end, &e.exact_begin, &e.window_begin}) { *position = in.number<int32_t>(); }
+    in.checksum("the header");
+    return e;
+}
+
+// The blocks of one table that a state holds, in order.
+struct Contents {
+    Pool& pool;
+    std::vector<uint32_t>& ids;
+    std::vector<int32_t> blocks;
+
+    void add(BlockRange range) {
+        for (int32_t b = range.begin; b < range.end; b++) { blocks.push_back(b); }
+    }
+};
+
+std::vector<Contents> contents(Cache::State& state, Sequence& s, const Extent& e, bool windows_only) {
+    Contents coded{state.coded, s.coded, {}}, exact{state.exact, s.exact, {}}, window{state.window, s.window, {}};
+    if (!windows_only) {
+        coded.add(state.rules.coded(e));
+        exact.add(state.rules.sinks(e));
+        exact.add(state.rules.exact(e));
+    }
+    window.add(state.rules.windows(e));
+    return {std::move(coded), std::move(exact), std::move(window)};
+}
+
+// A block of BF16 records whose rows from `rows` on belong to no token.
+void write_partial(Writer& out, const SlabShape& slab, const std::byte* block, int rows) {
+    std::vector<std::byte> copy(block, block + slab.stride());
+    const std::vector<bf16> k(slab.format.k.dim), v(slab.format.v.dim);
+    for (int head = 0; head < slab.n_head_kv; head++) {
+        std::byte* page = copy.data() + head * slab.format.bytes();
+        for (int t = rows; t < kPageTokens; t++) {
+            set_key(slab.format, page, t, k);
+            set_value(slab.format, page, t, v);
+        }
+    }
+    out.bytes(copy.data(), copy.size());
+}
+
+void write_block(Writer& out, const Pool& pool, uint32_t id, int rows) {
+    for (size_t layer = 0; layer < pool.shape().slabs.size(); layer++) {
+        const SlabShape& slab = pool.shape().slabs[layer];
+        if (slab.n_head_kv == 0) { continue; }
+        const std::byte* block = pool.block(int(layer), id);
+        if (rows < kPageTokens && !slab.format.coded()) {
+            write_partial(out, slab, block, rows);
+        } else {
+            out.bytes(block, slab.stride());
+        }
+    }
+    out.checksum();
+}
+
+// Blocks on their way in. They land in free blocks, and on the heap when the sequence that they replace still has the
+// room; what has landed is given back unless it is placed.
+class Landing {
+public:
+    explicit Landing(Contents contents) : contents_(std::move(contents)) {}
+    ~Landing() {
+        for (const uint32_t id : landed_) { contents_.pool.release(id); }
+    }
+    Landing(Landing&&) = default;
+
+    size_t size() const { return contents_.blocks.size(); }
+
+    void read(Reader& in) {
+        Pool& pool = contents_.pool;
+        landed_.reserve(size());
+        for (size_t i = 0; i < size(); i++) {
+            if (pool.available() > 0) {
+                landed_.push_back(pool.take());
+                for_each_part([&](int layer, size_t bytes) { in.bytes(pool.block(layer, landed_.back()), bytes); });
+            } else {
+                std::vector<std::byte>& block = waiting_.emplace_back(pool.shape().block_bytes());
+                std::byte* at = block.data();
+                for_each_part([&](int, size_t bytes) { in.bytes(std::exchange(at, at + bytes), bytes); });
+            }
+            in.checksum(fmt::format("{} block {}", pool.shape().name, contents_.blocks[i]));
+        }
+    }
+
+    // The sequence holds nothing in these blocks any more.
+    void place() {
+        Pool& pool = contents_.pool;
+        for (const std::vector<std::byte>& block : waiting_) {
+            landed_.push_back(pool.take());
+            const std::byte* at = block.data();
+            for_each_part([&](int layer, size_t bytes) {
+                std::memcpy(pool.block(layer, landed_.back()), std::exchange(at, at + bytes), bytes);
+            });
+        }
+        for (size_t i = 0; i < size(); i++) { contents_.ids[contents_.blocks[i]] = landed_[i]; }
+        landed_.clear();
+    }
+
+private:
+    void for_each_part(auto use) const {
+        const std::vector<SlabShape>& slabs = contents_.pool.shape().slabs;
+        for (size_t layer = 0; layer < slabs.size(); layer++) {
+            if (slabs[layer].n_head_kv > 0) { use(int(layer), slabs[layer].stride()); }
+        }
+    }
+
+    Contents contents_;
+    std::vector<uint32_t> landed_;
+    std::vector<std::vector<std::byte>> waiting_;
+};
+
+// Throws Error unless `n` blocks are there once the blocks that `ids` hold have been released.
+void require_room(const Pool& pool, size_t n, std::vector<uint32_t> ids) {
+    std::erase(ids, kNoBlock);
+    const size_t room = pool.available() + pool.freed_by(std::move(ids));
+    if (n > room) {
+        fail("the saved sequence needs {} {} blocks and {} are free: use a larger context (-c), or drop other sequences first",
+             n, pool.shape().name, room);
+    }
+}
+
+}  // namespace
+
+void Cache::save(uint32_t sequence, const Write& write, bool windows_only) const {
+    State& state = *state_;
+    Sequence& s = state.at(sequence);
+    const Extent e = state.rules.trimmed(s.extent);
+    Writer out(write);
+    write_header(out, state.config, windows_only, e);
+    for (const Contents& part : contents(state, s, e, windows_only)) {
+        for (const int32_t b : part.blocks) {
+            write_block(out, part.pool, part.ids[b], std::min(kPageTokens, e.length - b * kPageTokens));
+        }
+    }
+}
+
+void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
+    State& state = *state_;
+    Sequence& s = state.at(sequence);
+    Reader in(read);
+    const Extent e = read_header(in, state.config, windows_only);
+    if (e.length > state.rules.longest) {
+        fail("the saved sequence has {} tokens, a sequence here at most {}: use a larger context (-c)", e.length,
+             state.rules.longest);
+    }
+    if (!state.rules.possible(e)) { fail("a saved sequence is damaged: no sequence has these positions"); }
+    if (windows_only && e.length > s.extent.length) {
+        fail("the saved windows belong to {} tokens, but the sequence has only {}", e.length, s.extent.length);
+    }
+    std::vector<Landing> landings;
+    for (Contents& part : contents(state, s, e, windows_only)) {
+        require_room(part.pool, part.blocks.size(), part.ids);
+        landings.emplace_back(std::move(part));
+    }
+    for (Landing& landing : landings) { landing.read(in); }
+
+    // Nothing can fail from here on.
+    if (windows_only) {
+        state.crop(s, e.length);
+        Extent without = s.extent;
+        without.window_begin = int32_t(blocks_for(e.length)) * kPageTokens;
+        state.reshape(s, without);
+        s.extent.window_begin = e.window_begin;
+    } else {
+        state.crop(s, 0);
+        s.extent = e;
+    }
+    for (Landing& landing : landings) { landing.place(); }
+    state.settle(s);
+}
+
+}  // namespace crumb

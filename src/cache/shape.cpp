@@ -1,0 +1,93 @@
+#include "cache/shape.h"
+
+#include "cache/extent.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+
+namespace crumb {
+namespace {
+
+constexpr int64_t kMostTokens = int64_t(1) << 30;  // positions and sums of two of them are int32_t
+
+void check(const CacheConfig& c) {
+    CRUMB_ASSERT(c.recipe != nullptr && c.n_sequences >= 1 && c.max_step_tokens >= 1);
+    const auto in_range = [](std::string_view what, int64_t value, int64_t least, std::string_view flag) {
+        if (value < least || value > kMostTokens) {
+            fail("{} is {}: it must lie between {} and {} ({})", what, value, least, kMostTokens, flag);
+        }
+    };
+    in_range("the number of exact tokens at the start", c.sink, 0, "--kv-sink");
+    in_range("the number of recent exact tokens", c.recent, 0, "--kv-recent");
+    in_range("the context of a sequence", c.tokens_per_sequence, 1, "-c");
+    in_range("the context of all sequences", c.tokens_total, 1, "-c");
+    if (c.tokens_total < c.tokens_per_sequence) {
+        fail("a sequence may become {} tokens long, but all sequences together have room for {}: raise -c",
+             c.tokens_per_sequence, c.tokens_total);
+    }
+    for (size_t i = 0; i < c.layers.size(); i++) {
+        const CacheLayer& layer = c.layers[i];
+        if (layer.stores && (layer.n_head_kv < 1 || layer.window < 0 || layer.window > kMostTokens)) {
+            fail("layer {} has {} KV heads and a window of {}: this model is not supported", i, layer.n_head_kv,
+                 layer.window);
+        }
+    }
+}
+
+double bits(size_t bytes, size_t elements) { return elements == 0 ? 0.0 : 8.0 * double(bytes) / double(elements); }
+
+}  // namespace
+
+CacheShape shape_of(const CacheConfig& config) {
+    check(config);
+    const MostBlocks most = most_blocks(Rules(config));
+    const int64_t n = config.n_sequences;
+    const int64_t step = config.max_step_tokens / kPageTokens;
+    const int64_t all = n * blocks_for(config.tokens_per_sequence);
+    CacheShape shape{
+        .coded = {"coded", std::min(n * most.coded, blocks_for(config.tokens_total) + n), {}},
+        .exact = {"exact", std::min(n * most.exact + step, all), {}},
+        .window = {"sliding-window", most.window == 0 ? 0 : std::min(n * most.window + step, all), {}},
+    };
+    for (PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
+        pool->slabs.resize(config.layers.size());
+        if (pool->n_blocks >= kNoBlock) {
+            fail("a KV cache of {} sequences and {} tokens has too many blocks: lower -c or -np", n, config.tokens_total);
+        }
+    }
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (!layer.stores) { continue; }
+        const PageFormat exact = bf16_format(layer.dim_k, layer.dim_v);
+        check(exact);
+        if (is_window(layer)) {
+            shape.window.slabs[i] = {exact, layer.n_head_kv};
+        } else {
+            shape.exact.slabs[i] = {exact, layer.n_head_kv};
+            shape.coded.slabs[i] = {page_format(*config.recipe, layer.dim_k, layer.dim_v), layer.n_head_kv};
+        }
+    }
+    return shape;
+}
+
+CacheBytes cache_bytes(const CacheConfig& config) {
+    const CacheShape shape = shape_of(config);
+    CacheBytes bytes{.coded = shape.coded.bytes(), .exact = shape.exact.bytes(), .window = shape.window.bytes()};
+    size_t page_bytes = 0, page_elements = 0, elements = 0;
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (!layer.stores) { continue; }
+        const size_t per_token = size_t(layer.n_head_kv) * size_t(layer.dim_k + layer.dim_v);
+        const int64_t windows = config.n_sequences * std::min<int64_t>(layer.window, config.tokens_per_sequence);
+        elements += per_token * size_t(is_window(layer) ? windows : config.tokens_total);
+        page_bytes += shape.coded.slabs[i].stride();
+        page_elements += is_coded(layer) ? per_token * kPageTokens : 0;
+    }
+    bytes.bf16_equivalent = 2 * elements;
+    bytes.bits_per_element = bits(page_bytes, page_elements);
+    bytes.effective_bits = bits(bytes.total(), elements);
+    return bytes;
+}
+
+}  // namespace crumb

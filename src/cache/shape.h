@@ -1,0 +1,21 @@
+// The pools that a configuration asks for. The constructor allocates exactly this and cache_bytes() adds it up, so the
+// bytes that `inspect` prints are the bytes that the cache takes.
+#pragma once
+
+#include "cache/pool.h"
+
+#include <crumb/cache.h>
+
+namespace crumb {
+
+struct CacheShape {
+    PoolShape coded, exact, window;
+};
+
+// Throws Error for settings that contradict each other and head sizes without a page format.
+CacheShape shape_of(const CacheConfig& config);
+
+inline bool is_coded(const CacheLayer& layer) { return layer.stores && layer.window == 0; }
+inline bool is_window(const CacheLayer& layer) { return layer.stores && layer.window > 0; }
+
+}  // namespace crumb

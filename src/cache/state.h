@@ -1,0 +1,70 @@
+// What is inside a Cache, shared by the files that implement it: cache.cpp (sequences), step.cpp, save.cpp.
+#pragma once
+
+#include "cache/extent.h"
+#include "cache/pool.h"
+#include "cache/shape.h"
+
+#include <crumb/cache.h>
+
+#include <mutex>
+#include <vector>
+
+namespace crumb {
+
+struct Sequence {
+    Extent extent;
+    Extent before;               // at the start of the last step, for a step that was abandoned and is cropped away
+    uint32_t source = kNoBlock;  // coded block that the last step encoded again, because some of its rows were aged
+
+    // Block ids by position / 64, kNoBlock where there is none. Their size never changes: views point to them.
+    std::vector<uint32_t> coded, exact, window;
+};
+
+// What a step does in one block of every layer.
+struct BlockWork {
+    uint32_t block = kNoBlock;  // BF16 rows
+    int32_t first_row = 0;      // rows [first_row, first_row + n_rows) come from tokens [first_token, ..) of the step
+    int32_t n_rows = 0;
+    uint32_t first_token = 0;
+    uint32_t coded = kNoBlock;  // where to encode the block, if it is due
+    uint32_t kept = kNoBlock;   // the coded block that rows below `keep` are taken over from
+    int32_t keep = 0;
+};
+
+struct Step {
+    std::vector<uint32_t> tokens;           // by sequence, ascending in position
+    std::vector<BlockWork> blocks;          // layers that are coded
+    std::vector<BlockWork> window_blocks;   // sliding-window layers
+    std::vector<AttentionPlan> plans;       // by distinct window
+};
+
+struct Cache::State {
+    State(CacheConfig config, CacheShape shape);
+
+    const CacheConfig config;
+    const Rules rules;
+    Pool coded, exact, window;
+    std::vector<Sequence> sequences;
+
+    std::vector<int> windows;                       // distinct ones; 0 for layers that see everything
+    std::vector<size_t> plan_of;                    // by layer: index into `windows` and `step.plans`
+    std::vector<std::vector<SequenceView>> views;   // by layer; empty for layers that do not store
+    Step step;
+
+    std::mutex counting;
+    CacheCounters counters;
+
+    Sequence& at(uint32_t sequence);
+
+    // Moves a sequence to another extent: blocks that only the old one has are released, those of the new one taken.
+    void reshape(Sequence& sequence, const Extent& to);
+    // Forgets how to undo the last step.
+    void settle(Sequence& sequence);
+    void crop(Sequence& sequence, int32_t length);
+    // Coded blocks that `sequence` would take to grow by `tokens`.
+    size_t coded_for(const Sequence& sequence, int32_t tokens) const;
+    void append(Sequence& sequence, std::span<const uint32_t> tokens);
+};
+
+}  // namespace crumb

@@ -1,0 +1,203 @@
+// A step: tokens are appended, blocks that become old enough are encoded, queries get their plans.
+//
+// Work is divided by (block, KV head): who writes the rows of a block also encodes it, so no barrier stands between.
+#include "cache/state.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace crumb {
+namespace {
+
+// A token in one sequence of a step.
+struct StepToken {
+    uint32_t sequence;
+    uint32_t token;
+    bool attends;  // a token that is appended to several sequences asks in the first
+};
+
+// By sequence; the order within a sequence stays.
+std::vector<StepToken> by_sequence(std::span<const Append> appends) {
+    uint32_t n_tokens = 0;
+    for (const Append& a : appends) { n_tokens = std::max(n_tokens, a.token + 1); }
+    std::vector<bool> seen(n_tokens);
+    std::vector<StepToken> tokens;
+    tokens.reserve(appends.size());
+    for (const Append& a : appends) {
+        tokens.push_back({a.sequence, a.token, !seen[a.token]});
+        seen[a.token] = true;
+    }
+    std::ranges::stable_sort(tokens, {}, &StepToken::sequence);
+    return tokens;
+}
+
+std::vector<int32_t> tokens_by_sequence(std::span<const Append> appends, size_t n_sequences) {
+    std::vector<int32_t> counts(n_sequences);
+    for (const Append& a : appends) {
+        CRUMB_ASSERT(a.sequence < n_sequences);
+        counts[a.sequence]++;
+    }
+    return counts;
+}
+
+// The block that the next token of a sequence goes to, if it has rows already, must belong to this sequence alone.
+void make_private(Pool& pool, std::vector<uint32_t>& ids, int32_t length) {
+    if (length % kPageTokens == 0) { return; }
+    uint32_t& id = ids[length / kPageTokens];
+    if (!pool.is_shared(id)) { return; }
+    const uint32_t copy = pool.take();
+    pool.copy(id, copy);
+    pool.release(std::exchange(id, copy));
+}
+
+// Rows of positions [from, to) that lie in `block`; first_token belongs to `from`.
+BlockWork rows_of(int32_t block, uint32_t id, int32_t from, int32_t to, uint32_t first_token) {
+    const int32_t begin = std::max(block * kPageTokens, from), end = std::min((block + 1) * kPageTokens, to);
+    if (begin >= end) { return {.block = id}; }
+    return {.block = id,
+            .first_row = begin % kPageTokens,
+            .n_rows = end - begin,
+            .first_token = first_token + uint32_t(begin - from)};
+}
+
+void to_row(const RowSource& source, uint32_t token, int head, std::span<bf16> row) {
+    const float* x = source.data + token * source.token_stride + size_t(head) * source.head_stride;
+    std::ranges::transform(x, x + row.size(), row.begin(), [](float value) { return to_bf16(value); });
+}
+
+// The rows of a BF16 page, token by token, as encode_page() takes them.
+struct PageRows {
+    std::vector<bf16> k, v;
+    PageRows(const PageFormat& format, const std::byte* page)
+        : k(size_t(kPageTokens * format.k.dim)), v(size_t(kPageTokens * format.v.dim)) {
+        for (int t = 0; t < kPageTokens; t++) {
+            for (int i = 0; i < format.k.dim; i++) { k[size_t(t * format.k.dim + i)] = key_at(format, page, t, i); }
+            for (int i = 0; i < format.v.dim; i++) { v[size_t(t * format.v.dim + i)] = value_at(format, page, t, i); }
+        }
+    }
+};
+
+}  // namespace
+
+size_t Cache::State::coded_for(const Sequence& s, int32_t tokens) const {
+    return size_t(rules.demoted(s.extent, rules.appended(s.extent, tokens)).size());
+}
+
+// Exact and window blocks suffice for every step of max_step_tokens (extent.cpp), so coded blocks and lengths decide.
+bool Cache::fits(std::span<const Append> appends) const {
+    const State& state = *state_;
+    const std::vector<int32_t> counts = tokens_by_sequence(appends, state.sequences.size());
+    std::vector<uint32_t> sources;
+    size_t needed = 0;
+    for (size_t i = 0; i < counts.size(); i++) {
+        const Sequence& s = state.sequences[i];
+        if (int64_t(s.extent.length) + counts[i] > state.rules.longest) { return false; }
+        if (counts[i] > 0) { needed += state.coded_for(s, counts[i]); }
+        if (s.source != kNoBlock) { sources.push_back(s.source); }
+    }
+    return needed <= state.coded.available() + state.coded.freed_by(std::move(sources));
+}
+
+void Cache::State::append(Sequence& s, std::span<const uint32_t> tokens) {
+    const Extent from = s.extent, to = rules.appended(from, int32_t(tokens.size()));
+    const auto first_token = uint32_t(tokens.data() - step.tokens.data());
+    make_private(exact, s.exact, from.length);
+    if (rules.window > 0) { make_private(window, s.window, from.length); }
+    reshape(s, to);
+
+    const BlockRange demoted = rules.demoted(from, to);
+    const auto is_due = [&](int32_t b) { return demoted.begin <= b && b < demoted.end; };
+    const int32_t aged_block = from.exact_begin / kPageTokens, aged_rows = from.exact_begin % kPageTokens;
+    if (aged_rows > 0 && is_due(aged_block)) { s.source = std::exchange(s.coded[aged_block], coded.take()); }
+
+    const int32_t first = from.length / kPageTokens, end = int32_t(blocks_for(to.length));
+    for (int32_t b = std::min(demoted.size() > 0 ? demoted.begin : first, first); b < end; b++) {
+        BlockWork work = rows_of(b, s.exact[b], from.length, to.length, first_token);
+        if (is_due(b)) {
+            work.coded = s.coded[b];
+            if (b == aged_block && aged_rows > 0) { work.kept = s.source, work.keep = aged_rows; }
+        }
+        if (work.n_rows > 0 || is_due(b)) { step.blocks.push_back(work); }
+    }
+    counters.demoted_blocks += uint64_t(demoted.size());
+    for (int32_t b = first; b < end && rules.window > 0; b++) {
+        step.window_blocks.push_back(rows_of(b, s.window[b], from.length, to.length, first_token));
+    }
+}
+
+bool Cache::begin(std::span<const Append> appends, bool causal) {
+    State& state = *state_;
+    if (appends.size() > size_t(state.config.max_step_tokens) || !fits(appends)) { return false; }
+    for (Sequence& s : state.sequences) {
+        state.reshape(s, state.rules.trimmed(s.extent));
+        state.settle(s);
+    }
+    const std::vector<StepToken> tokens = by_sequence(appends);
+    Step& step = state.step;
+    step.tokens.clear();
+    step.blocks.clear();
+    step.window_blocks.clear();
+    for (const StepToken& t : tokens) { step.tokens.push_back(t.token); }
+
+    std::vector<std::vector<QueryRow>> rows(state.windows.size());
+    for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
+        while (end < tokens.size() && tokens[end].sequence == tokens[i].sequence) { end++; }
+        Sequence& s = state.sequences[tokens[i].sequence];
+        const int32_t first_position = s.extent.length;
+        state.append(s, std::span(step.tokens).subspan(i, end - i));
+        for (size_t j = i; j < end; j++) {
+            if (!tokens[j].attends) { continue; }
+            const int32_t position = first_position + int32_t(j - i);
+            const int32_t newest = state.config.prefill == PrefillRule::exact ? first_position : position;
+            for (size_t w = 0; w < rows.size(); w++) {
+                const int32_t width = state.windows[w];
+                rows[w].push_back({.sequence = tokens[j].sequence,
+                                   .token = tokens[j].token,
+                                   .position = position,
+                                   .begin = width == 0 ? 0 : std::max(0, position + 1 - width),
+                                   .coded_end = width == 0 ? std::max(state.rules.edge(newest), s.extent.exact_begin) : 0,
+                                   .end = causal ? position + 1 : s.extent.length});
+            }
+        }
+    }
+    for (size_t w = 0; w < rows.size(); w++) { step.plans[w] = AttentionPlan(std::move(rows[w]), state.config.sink); }
+    return true;
+}
+
+void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads) {
+    State& state = *state_;
+    const CacheLayer& shape = state.config.layers[layer];
+    CRUMB_ASSERT(shape.stores);
+    const bool windowed = is_window(shape);
+    const Pool& pool = windowed ? state.window : state.exact;
+    const std::vector<BlockWork>& blocks = windowed ? state.step.window_blocks : state.step.blocks;
+    const PageFormat& format = pool.shape().slabs[layer].format;
+    const HeadTables none;
+    std::vector<bf16> key(shape.dim_k), value(shape.dim_v);
+    EncodeCounts encoded;
+    for (size_t unit = thread; unit < blocks.size() * shape.n_head_kv; unit += n_threads) {
+        const BlockWork& work = blocks[unit / shape.n_head_kv];
+        const int head = int(unit % shape.n_head_kv);
+        std::byte* page = pool.page(layer, work.block, head);
+        for (int i = 0; i < work.n_rows; i++) {
+            const uint32_t token = state.step.tokens[work.first_token + i];
+            to_row(k, token, head, key);
+            to_row(v, token, head, value);
+            set_key(format, page, work.first_row + i, key);
+            set_value(format, page, work.first_row + i, value);
+        }
+        if (work.coded == kNoBlock) { continue; }
+        const PageRows rows(format, page);
+        const HeadTables& tables = state.config.recipe->coded() ? state.config.tables[layer][head] : none;
+        const std::byte* kept = work.kept == kNoBlock ? nullptr : state.coded.page(layer, work.kept, head);
+        encoded += encode_page(*state.config.recipe, state.coded.shape().slabs[layer].format, tables, rows.k, rows.v,
+                               state.coded.page(layer, work.coded, head), work.keep, kept);
+    }
+    if (encoded.rows == 0) { return; }
+    const std::lock_guard lock(state.counting);
+    state.counters.encoded += encoded;
+}
+
+}  // namespace crumb
