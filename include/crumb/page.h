@@ -83,6 +83,7 @@ int padded_planes(int directions, int digits);
 struct CodeAt {
     uint32_t byte;
     uint32_t shift;
+    bool operator==(const CodeAt&) const = default;
 };
 
 // Blocks of 64 bytes are 16 lanes of 4 bytes of 4 fields; the four dwords of a 16-byte quarter are lanes 4 c .. 4 c + 3.

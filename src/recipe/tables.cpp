@@ -25,17 +25,17 @@ float gaussian_step(int bits) {
     CRUMB_ASSERT(false);
 }
 
-std::span<const float> head_of(const Matrices& matrices, size_t size, int head, int n_head_kv, int dim, int layer,
-                               const char* what) {
+// The matrix of one head, which must be there and fit the model.
+std::span<const float> head_of(const Matrices& matrices, const char* what, int layer, int head, int n_head_kv,
+                               int dim) {
     if (matrices.dim != dim || (matrices.heads != n_head_kv && matrices.heads != 1)) {
         fail(
-            "the artefact's {} of layer {} is for {} heads of {} channels, the model has {} of {}: it was made for "
-            "another "
-            "model. Make one with: crumb calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
-            what, layer, matrices.heads, matrices.dim, n_head_kv, dim);
+            "the artefact has {} {} of size {} for layer {}, the recipe needs {} of size {}. Make a new one with: "
+            "crumb "
+            "calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
+            matrices.heads, what, matrices.dim, layer, n_head_kv, dim);
     }
-    CRUMB_ASSERT(matrices.data.size() == size * matrices.heads);
-    return std::span(matrices.data).subspan(matrices.heads == 1 ? 0 : size * head, size);
+    return matrices.head(head);
 }
 
 void assign_planes(SideTables& tables) {
@@ -145,31 +145,23 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
 std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, int dim_k, int dim_v,
                                      const Artefact* artefact) {
     const PageFormat format = page_format(recipe, dim_k, dim_v);
-    const LayerArtefact* learned = nullptr;
-    if (recipe.needs_artefact()) {
-        if (!artefact) {
-            fail_without_artefact(recipe);
-        }
-        const auto found = artefact->layers.find(layer);
-        if (found == artefact->layers.end()) {
-            fail("the artefact has nothing about layer {}", layer);
-        }
-        learned = &found->second;
+    if (recipe.needs_artefact() && !artefact) {
+        fail_without_artefact(recipe);
     }
+    const LayerArtefact none, &learned = recipe.needs_artefact() ? artefact->layer(layer) : none;
     std::vector<HeadTables> heads(n_head_kv);
     for (int head = 0; head < n_head_kv; ++head) {
-        std::span<const float> mean, k_rotation, v_rotation;
-        const size_t k = size_t(dim_k), v = size_t(dim_v);
+        std::span<const float> k_mean, k_rotation, v_rotation;
         if (recipe.k.centre == Centre::key_mean) {
-            mean = head_of(learned->k_mean, k, head, n_head_kv, dim_k, layer, "key mean");
+            k_mean = head_of(learned.k_mean, "key means", layer, head, n_head_kv, dim_k);
         }
         if (recipe.k.map == Map::rotation) {
-            k_rotation = head_of(learned->k_rotation, k * k, head, n_head_kv, dim_k, layer, "key rotation");
+            k_rotation = head_of(learned.k_rotation, "key rotations", layer, head, n_head_kv, dim_k);
         }
         if (recipe.v.map == Map::rotation) {
-            v_rotation = head_of(learned->v_rotation, v * v, head, n_head_kv, dim_v, layer, "value rotation");
+            v_rotation = head_of(learned.v_rotation, "value rotations", layer, head, n_head_kv, dim_v);
         }
-        heads[head] = {side_tables(recipe.k, format.k, mean, k_rotation),
+        heads[head] = {side_tables(recipe.k, format.k, k_mean, k_rotation),
                        side_tables(recipe.v, format.v, {}, v_rotation)};
     }
     return heads;

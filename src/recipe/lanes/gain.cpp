@@ -17,98 +17,130 @@ constexpr float kStarts[] = {0.6f, 0.75f, 0.9f, 1.05f, 1.25f, 1.5f};
 float larger(float a, float b) { return a > b ? a : b; }
 float smaller(float a, float b) { return a < b ? a : b; }
 
-float code_of(float u, float inverse_gain, float levels) {
-    const float position = __builtin_fmaf(u, inverse_gain, 0.5f * levels);
-    return float(int(smaller(larger(position, 0.0f), levels - 1.0f)));
-}
-
-struct Stored {
-    uint16_t bits;
-    float gain;
-    bool saturated;
+// A direction that is coded.
+struct Direction {
+    int index;
+    float levels;
+    float middle;  // of the codes
+    float weight;
 };
 
-Stored stored(float gain, const GainTables& tables) {
-    if (tables.gain8) {
-        const Gain8 g = to_gain8(gain / tables.reference);
-        return {g.code, gain8_value(g.code) * tables.reference, g.saturated};
+float code_of(float u, float inverse_gain, const Direction& d) {
+    const float position = __builtin_fmaf(u, inverse_gain, 0.5f * d.levels);
+    return float(int(smaller(larger(position, 0.0f), d.levels - 1.0f)));
+}
+
+// Steps from y to u, the coded directions and the rms of every token.
+int normalise(Tile& y, int dim, const GainTables& tables, Direction* live, float* rms) {
+    int n = 0;
+    float energy[kLanes] = {};
+    for (int j = 0; j < dim; ++j) {
+        if (tables.digits[j] == 0) {
+            continue;
+        }
+        const float levels = float(1 << (2 * tables.digits[j])), step = tables.step[j], sigma = tables.sigma[j];
+        live[n++] = {j, levels, 0.5f * (levels - 1.0f), step * step};
+        for (int t = 0; t < kLanes; ++t) {
+            const float normal = y.at[j][t] / sigma;
+            energy[t] = __builtin_fmaf(normal, normal, energy[t]);
+            y.at[j][t] /= step;
+        }
     }
-    const fp16 g = to_fp16(larger(gain, kTiny));
-    return {g.bits, to_float(g), gain > 65504.0f};
+    for (int t = 0; t < kLanes; ++t) {
+        rms[t] = __builtin_sqrtf(energy[t] / float(n));
+    }
+    return n;
+}
+
+// The gain that fits the codes of gain 1 / inverse best.
+void least_squares(const Tile& u, const Direction* live, int n, const float* inverse, float* gain) {
+    float fit[kLanes] = {}, norm[kLanes] = {};
+    for (int i = 0; i < n; ++i) {
+        const Direction d = live[i];
+        for (int t = 0; t < kLanes; ++t) {
+            const float c = code_of(u.at[d.index][t], inverse[t], d) - d.middle, weighted = d.weight * c;
+            fit[t] = __builtin_fmaf(weighted, u.at[d.index][t], fit[t]);
+            norm[t] = __builtin_fmaf(weighted, c, norm[t]);
+        }
+    }
+    for (int t = 0; t < kLanes; ++t) {
+        gain[t] = fit[t] / norm[t];
+    }
+}
+
+void squared_error(const Tile& u, const Direction* live, int n, const float* gain, float* error) {
+    float inverse[kLanes];
+    for (int t = 0; t < kLanes; ++t) {
+        inverse[t] = 1.0f / gain[t];
+        error[t] = 0.0f;
+    }
+    for (int i = 0; i < n; ++i) {
+        const Direction d = live[i];
+        for (int t = 0; t < kLanes; ++t) {
+            const float c = code_of(u.at[d.index][t], inverse[t], d) - d.middle;
+            const float miss = __builtin_fmaf(-c, gain[t], u.at[d.index][t]);
+            error[t] = __builtin_fmaf(d.weight * miss, miss, error[t]);
+        }
+    }
+}
+
+// Replaces gains by what is stored of them.
+void round_to_stored(const GainTables& tables, float* gain, uint16_t* bits, bool* saturated) {
+    for (int t = 0; t < kLanes; ++t) {
+        if (tables.gain8) {
+            const Gain8 stored = to_gain8(gain[t] / tables.reference);
+            bits[t] = stored.code;
+            saturated[t] = stored.saturated;
+            gain[t] = gain8_value(stored.code) * tables.reference;
+        } else {
+            const fp16 stored = to_fp16(larger(gain[t], kTiny));
+            bits[t] = stored.bits;
+            saturated[t] = gain[t] > kLargestMapped;
+            gain[t] = to_float(stored);
+        }
+    }
 }
 
 }  // namespace
 
-void gain(Tile& y, int dim, const GainTables& tables, Coded& out) {
+void gain(Tile& y, int dim, const GainTables& tables, Coded& __restrict out) {
     clamp_mapped(y, dim, out.saturated);
 
-    float levels[kMaxDim], weight[kMaxDim];
-    int live = 0;
-    float energy[kLanes] = {};
-    for (int j = 0; j < dim; ++j) {
-        levels[j] = float(1 << (2 * tables.digits[j]));
-        if (tables.digits[j] == 0) {
-            continue;
-        }
-        ++live;
-        weight[j] = tables.step[j] * tables.step[j];
-        for (int t = 0; t < kLanes; ++t) {
-            const float normal = y.at[j][t] / tables.sigma[j];
-            energy[t] = __builtin_fmaf(normal, normal, energy[t]);
-            y.at[j][t] /= tables.step[j];
-        }
-    }
+    Direction live[kMaxDim];
+    float rms[kLanes];
+    const int n = normalise(y, dim, tables, live, rms);
 
-    float best_gain[kLanes], best_error[kLanes];
-    bool best_saturated[kLanes];
+    float best[kLanes], least[kLanes];
+    bool out_of_range[kLanes];
     for (float start : kStarts) {
-        float inverse[kLanes], fit[kLanes] = {}, norm[kLanes] = {}, error[kLanes] = {}, gains[kLanes];
+        float inverse[kLanes], gain[kLanes], error[kLanes];
+        uint16_t bits[kLanes];
+        bool saturated[kLanes];
         for (int t = 0; t < kLanes; ++t) {
-            inverse[t] = 1.0f / larger(start * __builtin_sqrtf(energy[t] / float(live)), kTiny);
+            inverse[t] = 1.0f / larger(start * rms[t], kTiny);
         }
-        for (int j = 0; j < dim; ++j) {
-            if (tables.digits[j] == 0) {
-                continue;
-            }
-            for (int t = 0; t < kLanes; ++t) {
-                const float c = code_of(y.at[j][t], inverse[t], levels[j]) - 0.5f * (levels[j] - 1.0f),
-                            wc = weight[j] * c;
-                fit[t] = __builtin_fmaf(wc, y.at[j][t], fit[t]);
-                norm[t] = __builtin_fmaf(wc, c, norm[t]);
-            }
-        }
-        Stored candidate[kLanes];
+        least_squares(y, live, n, inverse, gain);
+        round_to_stored(tables, gain, bits, saturated);
+        squared_error(y, live, n, gain, error);
         for (int t = 0; t < kLanes; ++t) {
-            candidate[t] = stored(fit[t] / norm[t], tables);
-            gains[t] = candidate[t].gain;
-            inverse[t] = 1.0f / gains[t];
-        }
-        for (int j = 0; j < dim; ++j) {
-            if (tables.digits[j] == 0) {
-                continue;
-            }
-            for (int t = 0; t < kLanes; ++t) {
-                const float c = code_of(y.at[j][t], inverse[t], levels[j]) - 0.5f * (levels[j] - 1.0f);
-                const float miss = __builtin_fmaf(-c, gains[t], y.at[j][t]);
-                error[t] = __builtin_fmaf(weight[j] * miss, miss, error[t]);
-            }
-        }
-        for (int t = 0; t < kLanes; ++t) {
-            if (start == kStarts[0] || error[t] < best_error[t]) {
-                best_error[t] = error[t];
-                best_gain[t] = gains[t];
-                best_saturated[t] = candidate[t].saturated;
-                out.scale[t] = candidate[t].bits;
+            if (start == kStarts[0] || error[t] < least[t]) {
+                least[t] = error[t];
+                best[t] = gain[t];
+                out.scale[t] = bits[t];
+                out_of_range[t] = saturated[t];
             }
         }
     }
 
+    float inverse[kLanes];
     for (int t = 0; t < kLanes; ++t) {
-        out.saturated[t] |= best_saturated[t];
+        out.saturated[t] |= out_of_range[t];
+        inverse[t] = 1.0f / best[t];
     }
-    for (int j = 0; j < dim; ++j) {
+    for (int i = 0; i < n; ++i) {
+        const Direction d = live[i];
         for (int t = 0; t < kLanes; ++t) {
-            out.code[j][t] = tables.digits[j] == 0 ? 0 : uint8_t(code_of(y.at[j][t], 1.0f / best_gain[t], levels[j]));
+            out.code[d.index][t] = uint8_t(code_of(y.at[d.index][t], inverse[t], d));
         }
     }
 }

@@ -7,46 +7,42 @@ namespace crumb::lanes::CRUMB_LEVEL {
 
 namespace {
 
-constexpr int kWidth = 16;  // tokens that pass through a loop together
-
 float larger(float a, float b) { return a > b ? a : b; }
 float smaller(float a, float b) { return a < b ? a : b; }
 
 // The rank-th largest |y| of every token: each value sinks through a sorted list of the largest so far.
-void order_statistic(const Tile& y, int dim, int rank, int first, float* threshold) {
-    float largest[kMaxDim][kWidth];
+void order_statistic(const Tile& y, int dim, int rank, float* threshold) {
+    float largest[kMaxDim][kLanes];
     for (int r = 0; r < rank; ++r) {
-        for (int t = 0; t < kWidth; ++t) {
+        for (int t = 0; t < kLanes; ++t) {
             largest[r][t] = 0.0f;
         }
     }
     for (int j = 0; j < dim; ++j) {
-        float value[kWidth];
-        for (int t = 0; t < kWidth; ++t) {
-            value[t] = __builtin_fabsf(y.at[j][first + t]);
+        float sinking[kLanes];
+        for (int t = 0; t < kLanes; ++t) {
+            sinking[t] = __builtin_fabsf(y.at[j][t]);
         }
         for (int r = 0; r < rank; ++r) {
-            for (int t = 0; t < kWidth; ++t) {
-                const float kept = larger(largest[r][t], value[t]);
-                value[t] = smaller(largest[r][t], value[t]);
+            for (int t = 0; t < kLanes; ++t) {
+                const float kept = larger(largest[r][t], sinking[t]);
+                sinking[t] = smaller(largest[r][t], sinking[t]);
                 largest[r][t] = kept;
             }
         }
     }
-    for (int t = 0; t < kWidth; ++t) {
-        threshold[first + t] = largest[rank - 1][t];
+    for (int t = 0; t < kLanes; ++t) {
+        threshold[t] = largest[rank - 1][t];
     }
 }
 
 }  // namespace
 
-void minmax(Tile& y, int dim, int bits, int clipped, Coded& out) {
+void minmax(Tile& y, int dim, int bits, int clipped, Coded& __restrict out) {
     clamp_mapped(y, dim, out.saturated);
 
     float threshold[kLanes];
-    for (int t = 0; t < kLanes; t += kWidth) {
-        order_statistic(y, dim, clipped, t, threshold);
-    }
+    order_statistic(y, dim, clipped, threshold);
 
     float low[kLanes], high[kLanes];
     for (int t = 0; t < kLanes; ++t) {

@@ -66,14 +66,16 @@ void map(const Tile& x, int dim, const float* matrix, Tile& y) {
 }  // namespace
 
 void clamp_mapped(Tile& y, int dim, bool* saturated) {
-    for (int t = 0; t < kLanes; ++t) {
-        saturated[t] = false;
-    }
+    float largest[kLanes] = {};
     for (int j = 0; j < dim; ++j) {
         for (int t = 0; t < kLanes; ++t) {
-            saturated[t] |= __builtin_fabsf(y.at[j][t]) > kLargestMapped;
+            const float magnitude = __builtin_fabsf(y.at[j][t]);
+            largest[t] = largest[t] > magnitude ? largest[t] : magnitude;
             y.at[j][t] = clamp(y.at[j][t], -kLargestMapped, kLargestMapped);
         }
+    }
+    for (int t = 0; t < kLanes; ++t) {
+        saturated[t] = largest[t] > kLargestMapped;
     }
 }
 
