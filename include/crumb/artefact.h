@@ -1,8 +1,8 @@
-// What calibration found for one model, in one safetensors file (docs/design/artefact.md): means and rotations per layer,
-// and where they come from. It refuses another model.
+// What calibration found for one model, in one safetensors file (docs/design/artefact.md): means and rotations per
+// layer, and where they come from. It refuses another model.
 //
 // Tensors (F32): layers.N.k_mean [H_kv, D]; layers.N.k_rotation, layers.N.v_rotation [H_kv or 1, D, D], row-vector
-// convention (x_rotated = x R). Layers are the model's own numbers and may be sparse.
+// convention (x_rotated = x R). Layers are the model's own numbers and may be sparse; each tensor may be absent.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace crumb {
 
 // Identity of a model for calibration purposes: what must agree for an artefact to fit.
 struct ModelIdentity {
-    std::string name;    // general.name, for people
+    std::string name;  // general.name, for people
     std::string architecture;
-    std::string hash;    // XXH3-128 of the weights, hex; the same file under another name is the same model
+    std::string hash;  // XXH3-128 of the weights, hex; the same file under another name is the same model
     int n_layer = 0;
-    int n_head = 0;
+    int n_head = 0;  // head counts and sizes: of the first layer that attends
     int n_head_kv = 0;
     int dim_k = 0;
     int dim_v = 0;
@@ -29,33 +29,39 @@ struct ModelIdentity {
 
 struct Provenance {
     ModelIdentity model;
-    std::string method;      // qqt / sst / ktk ..., composition, per head or per layer
-    std::string text_hash;   // XXH3-128 of the calibration tokens
-    std::string texts;       // file names, comma separated
+    std::string method;     // qqt / sst / ktk ..., composition, per head or per layer; or where it was imported from
+    std::string text_hash;  // XXH3-128 of the calibration tokens
+    std::string texts;      // file names, comma separated
     uint64_t tokens = 0;
     std::string created_by;  // crumb version
+    bool operator==(const Provenance&) const = default;
 };
 
 // One side of one layer: [heads][D] and [heads][D][D] row major; heads is H_kv, or 1 for all heads together.
 struct Matrices {
-    int heads = 0;
+    int heads = 0;  // 0: absent
     int dim = 0;
     std::vector<float> data;
+
+    bool present() const { return heads > 0; }
+    // Of this KV head: the common one if there is one for all.
     std::span<const float> head(int h) const;
+    bool operator==(const Matrices&) const = default;
 };
 
 struct LayerArtefact {
     Matrices k_mean;      // data [heads][D]
-    Matrices k_rotation;  // data [heads][D][D]; heads 0: absent
+    Matrices k_rotation;  // data [heads][D][D]
     Matrices v_rotation;
+    bool operator==(const LayerArtefact&) const = default;
 };
 
 class Artefact {
-public:
+  public:
     Provenance provenance;
     std::map<int, LayerArtefact> layers;
 
-    // XXH3-128 over the tensors and the provenance, hex: printed, and part of page identity.
+    // XXH3-128 of the file that write_artefact() writes, hex: printed, and part of page identity.
     std::string hash() const;
 
     // Throws Error, which says what differs, unless `model` is the one this was made for.
@@ -63,12 +69,18 @@ public:
 
     // The layer's matrices; throws Error that names the layer if calibration did not see it.
     const LayerArtefact& layer(int index) const;
+
+    bool operator==(const Artefact&) const = default;
 };
 
-// Reads and checks everything (offsets, sizes, finite values, orthogonality within 1e-3). Throws Error.
+// Throws Error unless shapes agree with each other, all values are finite and rotations orthogonal within 1e-3. `name`
+// is what the error calls the artefact. Reading and writing check this.
+void check(const Artefact& artefact, const std::string& name);
+
+// Reads and checks everything. Throws Error.
 Artefact read_artefact(const std::filesystem::path& file);
 
-// Writes to a temporary file beside `file` and renames it.
+// Writes to a temporary file beside `file` and renames it. Throws Error.
 void write_artefact(const Artefact& artefact, const std::filesystem::path& file);
 
 }  // namespace crumb

@@ -1,0 +1,36 @@
+// Files that appear whole or not at all: written under a temporary name in the same folder, flushed to the disk,
+// renamed.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <filesystem>
+#include <span>
+#include <vector>
+
+namespace crumb {
+
+class WholeFile {
+  public:
+    // Throws Error if the folder cannot be written to.
+    explicit WholeFile(std::filesystem::path file);
+    ~WholeFile();  // without commit(): nothing remains
+    WholeFile(const WholeFile&) = delete;
+    WholeFile& operator=(const WholeFile&) = delete;
+
+    void write(std::span<const std::byte> bytes);
+    void commit();
+
+    const std::filesystem::path& temporary() const { return temporary_; }
+
+  private:
+    std::filesystem::path file_, temporary_;
+    std::FILE* stream_ = nullptr;
+};
+
+void write_whole_file(const std::filesystem::path& file, std::span<const std::byte> bytes);
+
+// Throws Error if there is no such regular file, or it has more than `limit` bytes; `what` names the kind of file.
+std::vector<std::byte> read_whole_file(const std::filesystem::path& file, const char* what, size_t limit);
+
+}  // namespace crumb
