@@ -10,7 +10,6 @@
 #include <crumb/page.h>
 #include <crumb/recipe.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -57,16 +56,24 @@ struct QueryRow {
     int32_t end = 0;         // one past the last token that it sees
 };
 
-// Tokens [64 block, ..) of a tile of rows of one sequence, in one range. Made by the planner.
+// Rows of one sequence that read the same blocks together: adjacent rows of the step, at most kTileRows.
 struct AttentionTile {
     uint32_t first_row = 0;
     uint32_t n_rows = 0;
-    uint32_t range_blocks = 0;  // blocks a range: depends on `end` alone
-    uint32_t first_range = 0;
-    uint32_t n_ranges = 0;
+    uint32_t range_blocks = 0;   // blocks a range, the same for all of its rows
+    uint32_t first_range = 0;    // range r is the blocks [r range_blocks, (r + 1) range_blocks)
+    uint32_t n_ranges = 0;       // at least 1
+    uint32_t first_task = 0;     // ranges of all tiles before this one
+    uint32_t first_partial = 0;  // rows x ranges of all tiles before this one
 };
 
-// The step's work list. Rows of one sequence must be adjacent and ascending in position.
+inline constexpr int kTileRows = 16;
+inline constexpr int kMaxRanges = 32;  // of a row
+
+// Blocks a range for a row that ends at `end`: 32, doubled until there are at most kMaxRanges ranges.
+int range_blocks(int32_t end);
+
+// The step's work list. Rows of one sequence should be adjacent and ascending in position: they share tiles.
 class AttentionPlan {
 public:
     AttentionPlan() = default;
@@ -75,11 +82,15 @@ public:
     std::span<const QueryRow> rows() const { return rows_; }
     std::span<const AttentionTile> tiles() const { return tiles_; }
     int sink() const { return sink_; }
+    uint32_t n_tasks() const { return n_tasks_; }        // ranges of all tiles
+    uint32_t n_partials() const { return n_partials_; }  // rows x ranges of all tiles
 
 private:
     std::vector<QueryRow> rows_;
     std::vector<AttentionTile> tiles_;
     int sink_ = 0;
+    uint32_t n_tasks_ = 0;
+    uint32_t n_partials_ = 0;
 };
 
 // q: row `token` of head h is at q + token * token_stride + h * head_stride floats, dim_k of them.
@@ -102,12 +113,18 @@ bool supported(Isa isa);
 Isa best_isa();
 
 // Shared by the threads that run one layer of one step: who does what next, and partial results of split ranges. Its
-// size depends on the plan's rows and heads, never on the context. reset() before each layer, by one thread.
+// size depends on the plan's rows and heads, never on the context.
+//
+// One object serves all layers of a step, one layer after the other: the last thread to leave attend() makes it ready for
+// the next layer, so between two layers there must be a barrier (an engine has one between two nodes) and nothing else.
 class AttentionWork {
 public:
     AttentionWork();
     ~AttentionWork();
-    void prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format, int n_threads);
+
+    // Makes room: called once a step for every kind of layer in it (plan, heads, format), by one thread, while nobody is
+    // inside attend(). Memory grows to the largest kind and is kept for the next step.
+    void prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format, int max_threads);
 
     struct State;
     State& state() { return *state_; }
@@ -116,9 +133,9 @@ private:
     std::unique_ptr<State> state_;
 };
 
-// Called by each of the n threads that prepare() was told of; returns when this thread finds no more work. All output
-// is written when all have returned.
+// Called by each of n_threads threads, at most as many as prepare() was told of; returns when this thread finds no more
+// work. All output is written when all have returned.
 void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
-            const AttentionIo& io, AttentionWork& work, int thread);
+            const AttentionIo& io, AttentionWork& work, int thread, int n_threads);
 
 }  // namespace crumb

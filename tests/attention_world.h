@@ -1,0 +1,352 @@
+// A layer with sequences whose pages are made at will, queries for it, and its attention by kernel and by reference.
+#pragma once
+
+#include <crumb/attention.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace crumb::test {
+
+using Random = std::mt19937;
+
+inline float normal(Random& random) { return std::normal_distribution<float>()(random); }
+
+inline std::vector<float> normals(Random& random, size_t n, float scale = 1.0f) {
+    std::vector<float> values(n);
+    for (float& x : values) x = scale * normal(random);
+    return values;
+}
+
+// Element of K or V.
+using Data = std::function<float(Random&, int token, int channel)>;
+
+inline float plain(Random& random, int, int) { return normal(random); }
+
+// Tables of a side by hand: a random B whose rows have the length of a rotation's times a step, and everything else
+// that a side may have.
+inline SideTables random_tables(const SideFormat& format, Random& random, bool mean) {
+    SideTables tables;
+    tables.format = format;
+    if (!format.coded()) return tables;
+    tables.decode = normals(random, size_t(format.planes) * format.dim, 1.0f / std::sqrt(float(format.planes)));
+    if (mean) tables.mean = normals(random, format.dim, 2.0f);
+    if (format.info == SideInfo::scale_zero) tables.ones = normals(random, format.dim, 0.3f);
+    if (format.mean) tables.mean_step.assign(format.dim, 0.01f);
+    tables.gain_reference = 0.7f;
+    return tables;
+}
+
+// A page of random codes with plausible side information.
+inline void fill_codes(const PageFormat& format, Random& random, std::byte* page) {
+    for (size_t i = 0; i < format.bytes(); i++) page[i] = std::byte(random());
+    const auto info = [&](const SideFormat& side, size_t at) {
+        for (int t = 0; t < kPageTokens; t++) {
+            const fp16 scale = to_fp16(std::exp(0.5f * normal(random))), zero = to_fp16(normal(random));
+            if (side.info == SideInfo::gain8) page[at + t] = std::byte(128 + int(8 * normal(random)));
+            if (side.info == SideInfo::gain8) continue;
+            std::memcpy(page + at + 2 * t, &scale, 2);
+            if (side.info == SideInfo::scale_zero) std::memcpy(page + at + 2 * (kPageTokens + t), &zero, 2);
+        }
+    };
+    info(format.k, format.key_info());
+    info(format.v, format.value_info());
+}
+
+struct Shape {
+    int n_head = 4;
+    int n_head_kv = 2;
+    int dim_k = 64;
+    int dim_v = 64;
+};
+
+class World {
+  public:
+    AttentionLayer layer;
+    std::vector<HeadTables> tables;
+    Random random{1};
+
+    // Pages of random codes.
+    World(Shape shape, PageFormat format, bool means = false) : shape_(shape) {
+        for (int h = 0; h < shape.n_head_kv; h++) {
+            tables.push_back({random_tables(format.k, random, means), random_tables(format.v, random, means)});
+        }
+        set_layer(format);
+        fill_page_ = [this](int, int, std::byte* page) { fill_codes(layer.format, random, page); };
+        if (!format.coded()) fill_page_ = [this](int, int, std::byte* page) { fill_rows(page, plain, plain, 0); };
+    }
+
+    // Pages that a recipe makes of data.
+    World(Shape shape, const Recipe& recipe, Data k, Data v, bool key_mean = false) : shape_(shape) {
+        Recipe plain_recipe = recipe;
+        plain_recipe.k.centre = Centre::none;
+        tables = layer_tables(plain_recipe, 0, shape.n_head_kv, shape.dim_k, shape.dim_v, nullptr);
+        set_layer(page_format(recipe, shape.dim_k, shape.dim_v));
+        for (HeadTables& head : tables) {
+            if (!key_mean) continue;
+            for (int c = 0; c < shape.dim_k; c++) head.k.mean.push_back(k(random, 0, c));
+        }
+        data_k_ = k;
+        data_v_ = v;
+        fill_page_ = [this, plain_recipe](int head, int block, std::byte* page) {
+            std::vector<bf16> keys, values;
+            rows_of(data_k_, shape_.dim_k, block, keys);
+            rows_of(data_v_, shape_.dim_v, block, values);
+            encode_page(plain_recipe, layer.format, tables[head], keys, values, page);
+        };
+    }
+
+    void set_data(Data k, Data v) { data_k_ = std::move(k), data_v_ = std::move(v); }
+
+    uint32_t add_sequence(int tokens) {
+        sequences_.push_back(Sequence{});
+        Sequence& s = sequences_.back();
+        s.n_blocks = (tokens + kPageTokens - 1) / kPageTokens;
+        const size_t coded = layer.format.bytes(), exact = exact_format().bytes();
+        s.coded.resize(s.n_blocks * shape_.n_head_kv * coded);
+        s.exact.resize(s.n_blocks * shape_.n_head_kv * exact);
+        for (int b = 0; b < s.n_blocks; b++) {
+            const int place = s.place(b);
+            for (int h = 0; h < shape_.n_head_kv; h++) {
+                fill_page_(h, b, s.coded.data() + (place * shape_.n_head_kv + h) * coded);
+                fill_rows(s.exact.data() + (place * shape_.n_head_kv + h) * exact, data_k_, data_v_, b);
+            }
+        }
+        return uint32_t(sequences_.size() - 1);
+    }
+
+    // Changes one exact value or key of every head.
+    void set_exact_value(uint32_t sequence, int token, int channel, float value) {
+        set_exact(sequence, token, channel, value, false);
+    }
+    void set_exact_key(uint32_t sequence, int token, int channel, float value) {
+        set_exact(sequence, token, channel, value, true);
+    }
+
+    void make_queries(int tokens, float scale = 1.0f) { q = normals(random, size_t(tokens) * q_stride(), scale); }
+    float* query(int token, int head) { return q.data() + token * q_stride() + size_t(head) * shape_.dim_k; }
+
+    struct Result {
+        std::vector<float> out;
+        std::vector<float> budget;  // [token][head], by reference() only
+    };
+
+    // Blocks that no row needs are absent from the tables.
+    Result run(Isa isa, const std::vector<QueryRow>& rows, int sink, int n_threads = 1,
+               AttentionWork* work = nullptr) const {
+        AttentionWork own;
+        AttentionWork& shared = work ? *work : own;
+        const AttentionPlan plan(rows, sink);
+        const Views views = views_of(rows, sink);
+        Result result{std::vector<float>(n_tokens() * out_stride(), kUnwritten), {}};
+        if (!work) shared.prepare(plan, shape_.n_head, shape_.n_head_kv, layer.format, n_threads);
+        std::vector<std::thread> threads;
+        for (int t = 0; t < n_threads; t++) {
+            threads.emplace_back(
+                [&, t] { attend(isa, with_tables(), plan, views.views, io(result.out), shared, t, n_threads); });
+        }
+        for (std::thread& thread : threads) thread.join();
+        return result;
+    }
+
+    // The budget of an output: 1e-5 of the largest value for the sums of values and weights, and twice the error of a
+    // logit, which is some 16 roundings of |q| |k| (a rotation keeps the lengths).
+    Result reference(const std::vector<QueryRow>& rows, int sink) const {
+        const AttentionPlan plan(rows, sink);
+        const Views views = views_of(rows, sink);
+        Result result{std::vector<float>(n_tokens() * out_stride(), kUnwritten),
+                      std::vector<float>(n_tokens() * shape_.n_head)};
+        attend_reference(with_tables(), plan, views.views, io(result.out));
+        for (const QueryRow& row : rows) {
+            for (int h = 0; h < shape_.n_head; h++) {
+                double key = 0, value = 0;
+                largest(row, sink, h / (shape_.n_head / shape_.n_head_kv), key, value);
+                double length = 0;
+                const float* x = q.data() + row.token * q_stride() + size_t(h) * shape_.dim_k;
+                for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
+                const double logit = 16 * 0x1p-24 * layer.scale * std::sqrt(length) * key;
+                result.budget[row.token * shape_.n_head + h] = float(value * (1e-5 + 2 * logit));
+            }
+        }
+        return result;
+    }
+
+    void expect_near(const Result& got, const Result& want, const std::string& what) const {
+        double worst = 0;
+        size_t at = 0;
+        for (size_t i = 0; i < want.out.size(); i++) {
+            const size_t token = i / out_stride(), head = i % out_stride() / shape_.dim_v;
+            const double budget = want.budget[token * shape_.n_head + head];
+            double error = std::abs(double(got.out[i]) - want.out[i]) / budget;
+            if (got.out[i] == want.out[i] || (std::isnan(got.out[i]) && std::isnan(want.out[i]))) error = 0;
+            if (error > worst || std::isnan(error)) worst = std::isnan(error) ? INFINITY : error, at = i;
+        }
+        EXPECT_LE(worst, 1.0) << what << ": element " << at << " is " << got.out[at] << ", not " << want.out[at];
+        worst_ = std::max(worst_, worst);
+    }
+
+    double worst() const { return worst_; }
+    size_t n_tokens() const { return q.size() / q_stride(); }
+    size_t q_stride() const { return size_t(shape_.n_head) * shape_.dim_k; }
+    size_t out_stride() const { return size_t(shape_.n_head) * shape_.dim_v; }
+    static constexpr float kUnwritten = 12345.0f;
+
+    std::vector<float> q;
+
+  private:
+    struct Sequence {
+        int n_blocks = 0;
+        std::vector<std::byte> coded, exact;
+        int place(int block) const { return n_blocks - 1 - block; }  // the pool's order is not the sequence's
+    };
+
+    struct Views {
+        std::vector<std::vector<uint32_t>> ids;
+        std::vector<SequenceView> views;
+    };
+
+    PageFormat exact_format() const { return bf16_format(shape_.dim_k, shape_.dim_v); }
+
+    void set_layer(const PageFormat& format) {
+        layer.n_head = shape_.n_head;
+        layer.n_head_kv = shape_.n_head_kv;
+        layer.format = format;
+        layer.scale = 1.0f / std::sqrt(float(shape_.dim_k));
+    }
+
+    AttentionLayer with_tables() const {
+        AttentionLayer with = layer;
+        if (layer.format.coded()) with.tables = tables;
+        return with;
+    }
+
+    AttentionIo io(std::vector<float>& out) const {
+        return {q.data(), q_stride(), size_t(shape_.dim_k), out.data(), out_stride()};
+    }
+
+    void rows_of(const Data& data, int dim, int block, std::vector<bf16>& rows) {
+        rows.resize(size_t(kPageTokens) * dim);
+        for (int t = 0; t < kPageTokens; t++) {
+            for (int c = 0; c < dim; c++) rows[t * dim + c] = to_bf16(data(random, block * kPageTokens + t, c));
+        }
+    }
+
+    void fill_rows(std::byte* page, const Data& k, const Data& v, int block) {
+        std::vector<bf16> keys, values;
+        rows_of(k, shape_.dim_k, block, keys);
+        rows_of(v, shape_.dim_v, block, values);
+        for (int t = 0; t < kPageTokens; t++) {
+            set_key(exact_format(), page, t, std::span(keys).subspan(t * shape_.dim_k, shape_.dim_k));
+            set_value(exact_format(), page, t, std::span(values).subspan(t * shape_.dim_v, shape_.dim_v));
+        }
+    }
+
+    void set_exact(uint32_t sequence, int token, int channel, float x, bool key) {
+        Sequence& s = sequences_[sequence];
+        const PageFormat format = exact_format();
+        for (int h = 0; h < shape_.n_head_kv; h++) {
+            std::byte* page = s.exact.data() + (s.place(token / kPageTokens) * shape_.n_head_kv + h) * format.bytes();
+            const int t = token % kPageTokens, dim = key ? format.k.dim : format.v.dim;
+            std::vector<bf16> row(dim);
+            for (int c = 0; c < dim; c++) row[c] = key ? key_at(format, page, t, c) : value_at(format, page, t, c);
+            row[channel] = to_bf16(x);
+            key ? set_key(format, page, t, row) : set_value(format, page, t, row);
+        }
+    }
+
+    static bool is_coded(const QueryRow& row, int sink, int j) { return j >= sink && j < row.coded_end; }
+
+    Views views_of(const std::vector<QueryRow>& rows, int sink) const {
+        Views views;
+        for (const Sequence& s : sequences_) {
+            for (int kind = 0; kind < 2; kind++) views.ids.emplace_back(s.n_blocks, kNoBlock);
+        }
+        for (const QueryRow& row : rows) {
+            const Sequence& s = sequences_[row.sequence];
+            for (int j = row.begin; j < row.end; j++) {
+                const int block = j / kPageTokens;
+                views.ids[2 * row.sequence + !is_coded(row, sink, j)][block] = uint32_t(s.place(block));
+            }
+        }
+        for (size_t i = 0; i < sequences_.size(); i++) {
+            const Sequence& s = sequences_[i];
+            const size_t heads = shape_.n_head_kv;
+            views.views.push_back({{s.coded.data(), heads * layer.format.bytes(), views.ids[2 * i]},
+                                   {s.exact.data(), heads * exact_format().bytes(), views.ids[2 * i + 1]}});
+        }
+        return views;
+    }
+
+    // The longest key and the largest element of a value that the row sees. A vector counts as long as its parts
+    // (codes, zero, mean) together, since these are what is added up.
+    void largest(const QueryRow& row, int sink, int head, double& key, double& value) const {
+        const Sequence& s = sequences_[row.sequence];
+        std::vector<float> rows_k(size_t(kPageTokens) * shape_.dim_k), rows_v(size_t(kPageTokens) * shape_.dim_v);
+        for (const bool coded : {true, false}) {
+            const PageFormat format = coded ? layer.format : exact_format();
+            const std::byte* page = nullptr;
+            for (int j = row.begin, block = -1; j < row.end; j++) {
+                if (is_coded(row, sink, j) != coded) continue;
+                if (j / kPageTokens != block) {
+                    block = j / kPageTokens;
+                    page = (coded ? s.coded : s.exact).data() +
+                           (s.place(block) * shape_.n_head_kv + head) * format.bytes();
+                    decode_keys(format, tables[head].k, page, rows_k);
+                    decode_values(format, tables[head].v, page, rows_v);
+                }
+                const int t = j % kPageTokens;
+                const bool parts = format.coded();
+                const float zero_k = parts ? key_info_at(format, tables[head].k, page, t).zero : 0;
+                const float zero_v = parts ? value_info_at(format, tables[head].v, page, t).zero : 0;
+                double length = 0;
+                for (int c = 0; c < shape_.dim_k; c++) {
+                    const double x = parts_at(tables[head].k, parts, zero_k, rows_k[t * shape_.dim_k + c], c);
+                    length += x * x;
+                }
+                key = std::max(key, std::sqrt(length));
+                for (int c = 0; c < shape_.dim_v; c++) {
+                    value = std::max(value, parts_at(tables[head].v, parts, zero_v, rows_v[t * shape_.dim_v + c], c));
+                }
+            }
+        }
+    }
+
+    static double parts_at(const SideTables& tables, bool parts, double zero, double x, int c) {
+        const double mean = parts && !tables.mean.empty() ? tables.mean[c] : 0;
+        const double ones = parts && !tables.ones.empty() ? zero * tables.ones[c] : 0;
+        return std::abs(x - mean - ones) + std::abs(mean) + std::abs(ones);
+    }
+
+    Shape shape_;
+    Data data_k_ = plain, data_v_ = plain;
+    std::function<void(int head, int block, std::byte* page)> fill_page_;
+    std::vector<Sequence> sequences_;
+    mutable double worst_ = 0;
+};
+
+// Rows for the `n` last tokens of a sequence of `length`, by the position rule.
+inline void add_rows(std::vector<QueryRow>& rows, uint32_t sequence, int length, int n, int recent = 256,
+                     int window = 0) {
+    for (int t = length - n; t < length; t++) {
+        const int begin = window > 0 ? std::max(0, t + 1 - window) : 0;
+        const int coded_end = kPageTokens * (std::max(0, t + 1 - recent) / kPageTokens);
+        rows.push_back({sequence, uint32_t(rows.size()), t, begin, coded_end, t + 1});
+    }
+}
+
+inline std::vector<Isa> supported_isas() {
+    std::vector<Isa> isas;
+    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
+        if (supported(isa)) isas.push_back(isa);
+    }
+    return isas;
+}
+
+}  // namespace crumb::test
