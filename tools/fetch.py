@@ -86,9 +86,12 @@ def need_room(folder, size):
 
 
 def last_lines(text, count=6):
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lstrip().startswith(("ERROR", "E:"))]
-    return "\n".join("  | " + line.strip() for line in (errors or lines)[-count:])
+    """The lines of a tool's output that say why, shortened, each once."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("ERROR", "E:")) or "connection broken" in line or "not fetch URL" in line]
+    # pip retries: the same text with another count
+    once = {re.sub(r"total=\d+", "", line): line for line in told or lines}
+    return "\n".join("  | " + (line if len(line) <= 300 else line[:300] + " ...") for line in list(once.values())[-count:])
 
 
 # pip asks a source archive for its metadata before it keeps it, which means installing its build tools and running
