@@ -8,8 +8,8 @@
 // ones and the means: q' = B q on the query side, o = sum_p o'_p B_p on the output side.
 //
 // Arithmetic of the encoder is fixed, so that codes depend on nothing but the values, the recipe and the position: FP32,
-// y_j = sum over i ascending of fma(x_i - mean_i, T_ij), one rounding rule, side info rounded to its stored form before
-// codes are chosen. Every backend must give the same bytes.
+// c_i = x_i - mean_i, minus the page mean of c where there is one, y_j = sum over i ascending of fma(c_i, T_ij), one
+// rounding rule, side info rounded to its stored form before codes are chosen. Every backend must give the same bytes.
 #pragma once
 
 #include <crumb/page.h>
@@ -104,10 +104,11 @@ std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head
 
 // What went wrong, or nearly, while values were written: shown in metrics, never hidden.
 struct EncodeCounts {
-    uint64_t rows = 0;
+    uint64_t rows = 0;       // of K and of V
     uint64_t nonfinite = 0;  // elements that were NaN (coded as 0) or infinite (coded as the largest value)
-    uint64_t saturated = 0;  // rows whose scale, zero or gain hit the end of its range
+    uint64_t saturated = 0;  // rows with a mapped value beyond FP16 or a gain outside its range
     EncodeCounts& operator+=(const EncodeCounts& other);
+    bool operator==(const EncodeCounts&) const = default;
 };
 
 // Encodes 64 tokens of one head. k and v: BF16 rows [64][D], in token order. Rows below `keep` are not encoded: their

@@ -64,7 +64,7 @@ void least_squares(const Tile& u, const Direction* live, int n, const float* inv
         }
     }
     for (int t = 0; t < kLanes; ++t) {
-        gain[t] = fit[t] / norm[t];
+        gain[t] = larger(fit[t] / norm[t], kTiny);
     }
 }
 
@@ -93,7 +93,7 @@ void round_to_stored(const GainTables& tables, float* gain, uint16_t* bits, bool
             saturated[t] = stored.saturated;
             gain[t] = gain8_value(stored.code) * tables.reference;
         } else {
-            const fp16 stored = to_fp16(larger(gain[t], kTiny));
+            const fp16 stored = to_fp16(gain[t]);
             bits[t] = stored.bits;
             saturated[t] = gain[t] > kLargestMapped;
             gain[t] = to_float(stored);
