@@ -122,7 +122,8 @@ std::vector<int> bit_reversal(int d);
 // each eigenvector is positive.
 std::vector<float> rotation(std::span<const double> moment, int d, Composition composition);
 
-// Key means and rotations of all layers. Throws Error if a moment is not finite or a target does not suit its side.
+// Key means and rotations of all layers; fills in created_by. Throws Error if a moment is not finite or a target does
+// not suit its side.
 Artefact fit(const Moments& moments, const RotationMethod& method, Provenance provenance);
 
 }  // namespace crumb

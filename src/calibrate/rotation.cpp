@@ -167,6 +167,7 @@ Artefact fit(const Moments& moments, const RotationMethod& method, Provenance pr
     }
     Artefact artefact;
     artefact.provenance = std::move(provenance);
+    artefact.provenance.created_by = "crumb " CRUMB_VERSION;
     for (const int index : moments.layers()) {
         const LayerShape& shape = moments.shape(index);
         std::vector<HeadMoments> heads;

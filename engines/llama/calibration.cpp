@@ -1,0 +1,183 @@
+#include "calibration.h"
+
+#include <crumb/error.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <thread>
+
+#include "calibrate/fingerprint.h"
+#include "kv.h"
+#include "model_identity.h"
+#include "observer.h"
+#include "session.h"
+
+namespace crumb::llama {
+
+namespace {
+
+constexpr size_t kMostBytesPerToken = 16;
+
+// The beginning of a text, enough for n tokens.
+std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
+    std::ifstream in(file, std::ios::binary);
+    if (!in) {
+        fail("cannot read the text {}: no such file, or it may not be read", file.string());
+    }
+    std::string text(n_tokens * kMostBytesPerToken, '\0');
+    in.read(text.data(), std::streamsize(text.size()));
+    text.resize(size_t(in.gcount()));
+    // not in the middle of a UTF-8 character
+    while (!in.eof() && !text.empty() && (text.back() & 0x80)) {
+        text.pop_back();
+    }
+    return text;
+}
+
+using Window = std::vector<llama_token>;
+
+// Window i of every text, then window i + 1 of every text, until there are enough tokens. Each begins as a prompt does.
+std::vector<Window> windows_of(const llama_model* model, const CalibrationOptions& o) {
+    const auto* vocab = llama_model_get_vocab(model);
+    const bool add_bos = llama_vocab_get_add_bos(vocab);
+    std::vector<Window> texts;
+    for (const auto& file : o.texts) {
+        texts.push_back(tokenize(model, read_beginning(file, o.tokens), false, false));
+    }
+
+    std::vector<Window> windows;
+    const size_t room = size_t(o.window) - add_bos;
+    size_t left = o.tokens, longest = 0;
+    for (const Window& text : texts) {
+        longest = std::max(longest, text.size());
+    }
+    for (size_t at = 0; at < longest && left > size_t(o.skip); at += room) {
+        for (const Window& text : texts) {
+            if (at >= text.size()) {
+                continue;
+            }
+            Window window;
+            if (add_bos) {
+                window.push_back(llama_vocab_bos(vocab));
+            }
+            const size_t end = std::min(text.size(), at + room);
+            window.insert(window.end(), text.begin() + std::ptrdiff_t(at), text.begin() + std::ptrdiff_t(end));
+            window.resize(std::min(window.size(), left));
+            if (window.size() <= size_t(o.skip)) {
+                continue;
+            }  // nothing of it would count
+            left -= window.size();
+            windows.push_back(std::move(window));
+        }
+    }
+    return windows;
+}
+
+// One line that is rewritten on a terminal, a line every tenth elsewhere.
+class Progress {
+  public:
+    explicit Progress(size_t all) : all_(all) {}
+
+    void at(size_t done) {
+        const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+        const int left = int(seconds / double(done) * double(all_ - done) + 0.5);
+        const bool last = done == all_;
+        if (!terminal_ && done * 10 / all_ == tenth_ && !last) {
+            return;
+        }
+        tenth_ = done * 10 / all_;
+        std::fprintf(stderr, "%scalibrating: %zu of %zu tokens, %.0f tokens/s, %d:%02d left%s", terminal_ ? "\r" : "",
+                     done, all_, double(done) / seconds, left / 60, left % 60, terminal_ && !last ? "  " : "\n");
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    const size_t all_;
+    const bool terminal_ = isatty(STDERR_FILENO);
+    const Clock::time_point start_ = Clock::now();
+    size_t tenth_ = 0;
+};
+
+void check(const CalibrationOptions& o) {
+    if (o.texts.empty()) {
+        fail("calibration needs texts: give one or more files with -f");
+    }
+    if (o.window <= o.skip || o.window < 2) {
+        fail("windows of {} tokens of which the first {} are left out leave nothing: give a larger window", o.window,
+             o.skip);
+    }
+    if (o.ubatch < 1 || o.tokens < 1) {
+        fail("{} tokens in steps of {}: both must be at least 1", o.tokens, o.ubatch);
+    }
+}
+
+void require_enough(uint64_t used, size_t read, const CalibrationOptions& o) {
+    if (used >= kFewTokens) {
+        return;
+    }
+    const auto text = fmt::format("{} tokens of {} text(s), of which {} count (the first {} of each window do not)",
+                                  read, o.texts.size(), used, o.skip);
+    if (used < kLeastTokens) {
+        fail("calibration needs at least {} tokens and has {}: give longer texts, or more of them", kLeastTokens, text);
+    }
+    std::fprintf(stderr, "warning: calibration has only %s; %d or more are better\n", text.c_str(), kFewTokens);
+}
+
+}  // namespace
+
+Artefact calibrate(const CalibrationOptions& o) {
+    check(o);
+    const auto output = o.output.empty() ? default_artefact(o.model) : o.output;
+    const ModelPtr model = load_model(o.model);
+    const std::vector<Window> windows = windows_of(model.get(), o);
+
+    Provenance provenance;
+    Fingerprint tokens;
+    size_t read = 0;
+    for (const Window& window : windows) {
+        tokens.add_value(uint64_t(window.size()));
+        tokens.add(std::as_bytes(std::span(window)));
+        read += window.size();
+    }
+    provenance.text_hash = tokens.hex();
+    provenance.tokens = read - windows.size() * size_t(o.skip);
+    require_enough(provenance.tokens, read, o);
+    for (const auto& file : o.texts) {
+        provenance.texts += (provenance.texts.empty() ? "" : ", ") + file.filename().string();
+    }
+    provenance.method = describe(o.method);
+    provenance.model = identify(*model, o.model);
+
+    const int n_threads = o.n_threads > 0 ? o.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    Moments moments(o.skip, n_threads);
+    Observer observer(moments);
+    const ContextPtr context = new_context(model.get(),
+                                           {.n_ctx = o.window,
+                                            .n_ubatch = o.ubatch,
+                                            .n_threads = n_threads,
+                                            .observe = Observer::callback,
+                                            .observer = &observer},
+                                           std::nullopt);
+    Progress progress(read);
+    size_t done = 0;
+    for (const Window& window : windows) {
+        llama_memory_clear(llama_get_memory(context.get()), true);
+        moments.begin_sequence();
+        for (size_t at = 0; at < window.size(); at += o.ubatch) {
+            const auto step = std::span(window).subspan(at, std::min(size_t(o.ubatch), window.size() - at));
+            decode(context.get(), step, int(at), true);
+            observer.rethrow();
+            done += step.size();
+            progress.at(done);
+        }
+    }
+    observer.require_all(*model);
+    Artefact artefact = fit(moments, o.method, std::move(provenance));
+    write_artefact(artefact, output);
+    return artefact;
+}
+
+}  // namespace crumb::llama

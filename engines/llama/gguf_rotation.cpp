@@ -1,0 +1,232 @@
+#include "gguf_rotation.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <functional>
+#include <optional>
+
+#include "calibrate/whole_file.h"
+#include "ggml.h"
+#include "gguf_file.h"
+#include "model_identity.h"
+
+namespace crumb::llama {
+
+namespace {
+
+constexpr int kVersion = 1;
+constexpr int64_t kMostChannels = 1024, kMostHeads = 1024;
+
+struct Kind {
+    std::string_view suffix;
+    Matrices LayerArtefact::*member;
+    bool square;
+};
+constexpr Kind kKinds[] = {
+    {".attn_k_rot.weight", &LayerArtefact::k_rotation, true},
+    {".attn_v_rot.weight", &LayerArtefact::v_rotation, true},
+    {".attn_k_mean.weight", &LayerArtefact::k_mean, false},
+};
+
+struct Place {
+    const Kind* kind;
+    int layer;
+};
+
+// "blk.12.attn_k_rot.weight"
+std::optional<Place> place_of(std::string_view name) {
+    constexpr std::string_view prefix = "blk.";
+    for (const Kind& kind : kKinds) {
+        if (!name.starts_with(prefix) || !name.ends_with(kind.suffix) ||
+            name.size() <= prefix.size() + kind.suffix.size()) {
+            continue;
+        }
+        const auto number = name.substr(prefix.size(), name.size() - prefix.size() - kind.suffix.size());
+        int layer = -1;
+        const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
+        if (error == std::errc{} && end == number.data() + number.size() && layer >= 0) {
+            return Place{&kind, layer};
+        }
+    }
+    return std::nullopt;
+}
+
+void transpose_each(Matrices& m) {
+    const size_t d = m.dim;
+    for (int h = 0; h < m.heads; ++h) {
+        float* r = m.data.data() + h * d * d;
+        for (size_t i = 0; i < d; ++i) {
+            for (size_t j = 0; j < i; ++j) {
+                std::swap(r[i * d + j], r[j * d + i]);
+            }
+        }
+    }
+}
+
+Matrices read_matrices(const GgufFile& gguf, int64_t i, const Kind& kind, const std::string& file) {
+    const int64_t* ne = gguf_get_tensor_ne(gguf.meta(), i);
+    const int64_t heads = ne[kind.square ? 2 : 1];
+    const bool fits = kind.square ? ne[0] == ne[1] && ne[3] == 1 : ne[2] == 1 && ne[3] == 1;
+    if (gguf_get_tensor_type(gguf.meta(), i) != GGML_TYPE_F32 || !fits || ne[0] < 1 || ne[0] > kMostChannels ||
+        heads < 1 || heads > kMostHeads) {
+        fail("{}: tensor {} is {} [{}, {}, {}, {}], expected F32 {}", file, gguf.tensor_name(i),
+             ggml_type_name(gguf_get_tensor_type(gguf.meta(), i)), ne[0], ne[1], ne[2], ne[3],
+             kind.square ? "[D, D] or [D, D, KV heads]" : "[D, KV heads]");
+    }
+    Matrices m{.heads = int(heads), .dim = int(ne[0]), .data = {}};
+    m.data.resize(gguf_get_tensor_size(gguf.meta(), i) / sizeof(float));
+    std::byte* to = reinterpret_cast<std::byte*>(m.data.data());
+    gguf.read(i, [&](std::span<const std::byte> bytes) { to = std::copy(bytes.begin(), bytes.end(), to); });
+    if (kind.square) {
+        transpose_each(m);
+    }
+    return m;
+}
+
+struct FreeGgml {
+    void operator()(ggml_context* context) const { ggml_free(context); }
+};
+
+// Metadata and tensor list of the copy. ggml takes shapes from tensors, which are made here without data.
+class Copy {
+  public:
+    explicit Copy(const GgufFile& source)
+        : out_(gguf_init_empty()),
+          shapes_(ggml_init({.mem_size = ggml_tensor_overhead(), .mem_buffer = nullptr, .no_alloc = true})) {
+        gguf_set_kv(out_.get(), source.meta());
+        if (gguf_find_key(out_.get(), GGUF_KEY_GENERAL_ALIGNMENT) >= 0) {
+            gguf_set_val_u32(out_.get(), GGUF_KEY_GENERAL_ALIGNMENT, uint32_t(gguf_get_alignment(out_.get())));
+        }
+        for (int64_t i = 0; i < source.n_tensors(); ++i) {
+            if (is_rotation_tensor(source.tensor_name(i))) {
+                continue;
+            }
+            add(source.tensor_name(i), gguf_get_tensor_type(source.meta(), i), gguf_get_tensor_ne(source.meta(), i),
+                [&source, i](WholeFile& file) { source.read(i, [&](auto bytes) { file.write(bytes); }); });
+        }
+    }
+
+    void add_matrices(const std::string& name, Matrices m, bool square) {
+        const int64_t d = m.dim, heads = m.heads;
+        const int64_t squares[GGML_MAX_DIMS] = {d, d, heads, 1}, rows[GGML_MAX_DIMS] = {d, heads, 1, 1};
+        if (square) {
+            transpose_each(m);
+        }
+        add(name, GGML_TYPE_F32, square ? squares : rows,
+            [data = std::move(m.data)](WholeFile& file) { file.write(std::as_bytes(std::span(data))); });
+    }
+
+    void set(const Provenance& p) {
+        gguf_set_val_u32(out_.get(), "crumb.artefact_version", kVersion);
+        gguf_set_val_str(out_.get(), "crumb.model_hash", p.model.hash.c_str());
+        gguf_set_val_str(out_.get(), "crumb.method", p.method.c_str());
+        gguf_set_val_str(out_.get(), "crumb.text_hash", p.text_hash.c_str());
+        gguf_set_val_str(out_.get(), "crumb.texts", p.texts.c_str());
+        gguf_set_val_u64(out_.get(), "crumb.tokens", p.tokens);
+        gguf_set_val_str(out_.get(), "crumb.created_by", p.created_by.c_str());
+    }
+
+    void write(const std::filesystem::path& path) const {
+        WholeFile file(path);
+        std::vector<std::byte> meta(gguf_get_meta_size(out_.get()));
+        gguf_get_meta_data(out_.get(), meta.data());
+        file.write(meta);
+        const size_t alignment = gguf_get_alignment(out_.get());
+        const std::vector<std::byte> zeros(alignment);
+        for (size_t i = 0; i < write_data_.size(); ++i) {
+            write_data_[i](file);
+            const size_t size = gguf_get_tensor_size(out_.get(), int64_t(i));
+            file.write(std::span(zeros).first((alignment - size % alignment) % alignment));
+        }
+        file.commit();
+    }
+
+  private:
+    void add(const std::string& name, ggml_type type, const int64_t* ne, std::function<void(WholeFile&)> write_data) {
+        ggml_reset(shapes_.get());
+        ggml_tensor* shape = ggml_new_tensor(shapes_.get(), type, GGML_MAX_DIMS, ne);
+        ggml_set_name(shape, name.c_str());
+        gguf_add_tensor(out_.get(), shape);
+        write_data_.push_back(std::move(write_data));
+    }
+
+    GgufPtr out_;
+    std::unique_ptr<ggml_context, FreeGgml> shapes_;  // room for one tensor
+    std::vector<std::function<void(WholeFile&)>> write_data_;
+};
+
+}  // namespace
+
+bool is_rotation_tensor(std::string_view name) { return place_of(name).has_value(); }
+
+Artefact read_gguf_rotations(const std::filesystem::path& file, const ModelIdentity& model) {
+    const GgufFile gguf(file);
+    Artefact artefact;
+    for (int64_t i = 0; i < gguf.n_tensors(); ++i) {
+        if (const auto place = place_of(gguf.tensor_name(i))) {
+            artefact.layers[place->layer].*place->kind->member = read_matrices(gguf, i, *place->kind, file.string());
+        }
+    }
+    if (artefact.layers.empty()) {
+        fail("{} carries no rotations (tensors blk.N.attn_k_rot.weight): calibrate it with: crumb calibrate -m {}",
+             file.string(), file.string());
+    }
+    check(artefact, file.string());
+
+    Provenance& p = artefact.provenance;
+    p.model = model;
+    const std::string made_for = gguf.text("crumb.model_hash");
+    if (made_for.empty()) {
+        p.method = fmt::format("imported from the tensors of {}", file.filename().string());
+        return artefact;
+    }
+    if (made_for != model.hash) {
+        fail(
+            "{} carries rotations for other weights ({}) than its own ({}): its weights were replaced after "
+            "calibration; "
+            "make new ones with: crumb calibrate -m {}",
+            file.string(), made_for, model.hash, file.string());
+    }
+    p.method = gguf.text("crumb.method");
+    p.text_hash = gguf.text("crumb.text_hash");
+    p.texts = gguf.text("crumb.texts");
+    p.created_by = gguf.text("crumb.created_by");
+    const int64_t tokens = gguf_find_key(gguf.meta(), "crumb.tokens");
+    if (tokens >= 0 && gguf_get_kv_type(gguf.meta(), tokens) == GGUF_TYPE_UINT64) {
+        p.tokens = gguf_get_val_u64(gguf.meta(), tokens);
+    }
+    return artefact;
+}
+
+void write_gguf_rotations(const Artefact& artefact, const std::filesystem::path& model_file,
+                          const std::filesystem::path& output) {
+    check(artefact, "the artefact");
+    const GgufFile source(model_file);
+    if (gguf_find_key(source.meta(), "split.count") >= 0) {
+        fail(
+            "{} is one part of a split model: merge the parts first (llama-gguf-split --merge), rotations go into one "
+            "file",
+            model_file.string());
+    }
+    const std::string hash = weights_hash(model_file);
+    if (artefact.provenance.model.hash != hash) {
+        fail("the artefact was made for the weights {} of '{}', and {} has the weights {}: calibrate that model",
+             artefact.provenance.model.hash, artefact.provenance.model.name, model_file.string(), hash);
+    }
+    Copy copy(source);
+    for (const auto& [index, layer] : artefact.layers) {
+        for (const Kind& kind : kKinds) {
+            const Matrices& m = layer.*kind.member;
+            if (m.present()) {
+                copy.add_matrices(fmt::format("blk.{}{}", index, kind.suffix), m, kind.square);
+            }
+        }
+    }
+    copy.set(artefact.provenance);
+    copy.write(output);
+}
+
+}  // namespace crumb::llama

@@ -1,0 +1,30 @@
+// Rotations inside a GGUF file, as tensors beside the weights, so that model and artefact travel as one file:
+//
+//   blk.N.attn_k_rot.weight, blk.N.attn_v_rot.weight   F32 [D, D], or [D, D, H_kv] for one per KV head (ours)
+//   blk.N.attn_k_mean.weight                            F32 [D, H_kv] (ours)
+//
+// Rotations are stored transposed: ggml_mul_mat(rot, x) is x R. Provenance is in metadata, crumb.*; files of other
+// tools have none. llama.cpp refuses a file with tensors that it does not use: such a file is for transport, and for
+// forks and engines that know these tensors. Take the artefact out again with extract, which needs no rotations in the
+// model.
+#pragma once
+
+#include <crumb/artefact.h>
+
+#include <filesystem>
+#include <string_view>
+
+namespace crumb::llama {
+
+bool is_rotation_tensor(std::string_view name);
+
+// `model` is what the rotations are for: that the file holds them beside the weights is all the proof there is. Where
+// crumb wrote them, its provenance is taken, and must name the same weights. Throws Error if there are none.
+Artefact read_gguf_rotations(const std::filesystem::path& file, const ModelIdentity& model);
+
+// Writes a copy of `model_file` with the artefact's tensors, which replace those that it had. A temporary file is
+// written and renamed. Throws Error, also for split models (merge them first) and for an artefact of other weights.
+void write_gguf_rotations(const Artefact& artefact, const std::filesystem::path& model_file,
+                          const std::filesystem::path& output);
+
+}  // namespace crumb::llama
