@@ -112,11 +112,15 @@ class World {
         const size_t coded = layer.format.bytes(), exact = exact_format().bytes();
         s.coded.resize(s.n_blocks * shape_.n_head_kv * coded);
         s.exact.resize(s.n_blocks * shape_.n_head_kv * exact);
+        s.coded_sizes.resize(size_t(s.n_blocks) * shape_.n_head_kv * kPageTokens);
+        s.exact_sizes.resize(s.coded_sizes.size());
         for (int b = 0; b < s.n_blocks; b++) {
-            const int place = s.place(b);
             for (int h = 0; h < shape_.n_head_kv; h++) {
-                fill_page_(h, b, s.coded.data() + (place * shape_.n_head_kv + h) * coded);
-                fill_rows(s.exact.data() + (place * shape_.n_head_kv + h) * exact, data_k_, data_v_, b);
+                const size_t page = s.place(b) * shape_.n_head_kv + h, token = size_t(h * s.n_blocks + b) * kPageTokens;
+                fill_page_(h, b, &s.coded[page * coded]);
+                fill_rows(&s.exact[page * exact], data_k_, data_v_, b);
+                measure(layer.format, h, &s.coded[page * coded], &s.coded_sizes[token]);
+                measure(exact_format(), h, &s.exact[page * exact], &s.exact_sizes[token]);
             }
         }
         return uint32_t(sequences_.size() - 1);
@@ -166,13 +170,12 @@ class World {
         attend_reference(with_tables(), plan, views.views, io(result.out));
         for (const QueryRow& row : rows) {
             for (int h = 0; h < shape_.n_head; h++) {
-                double key = 0, value = 0;
-                largest(row, sink, h / (shape_.n_head / shape_.n_head_kv), key, value);
+                const Size most = largest(row, sink, h / (shape_.n_head / shape_.n_head_kv));
                 double length = 0;
                 const float* x = q.data() + row.token * q_stride() + size_t(h) * shape_.dim_k;
                 for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
-                const double logit = 16 * 0x1p-24 * layer.scale * std::sqrt(length) * key;
-                result.budget[row.token * shape_.n_head + h] = float(value * (1e-5 + 2 * logit));
+                const double logit = 16 * 0x1p-24 * layer.scale * std::sqrt(length) * most.key;
+                result.budget[row.token * shape_.n_head + h] = float(most.value * (1e-5 + 2 * logit));
             }
         }
         return result;
@@ -201,9 +204,16 @@ class World {
     std::vector<float> q;
 
   private:
+    // How large the terms of a token's dot products are: the length of the key, the largest element of the value. Parts
+    // (codes, zero, mean) count one by one, since they are what is added up.
+    struct Size {
+        double key = 0, value = 0;
+    };
+
     struct Sequence {
         int n_blocks = 0;
         std::vector<std::byte> coded, exact;
+        std::vector<Size> coded_sizes, exact_sizes;                  // [head][token]
         int place(int block) const { return n_blocks - 1 - block; }  // the pool's order is not the sequence's
     };
 
@@ -284,44 +294,41 @@ class World {
         return views;
     }
 
-    // The longest key and the largest element of a value that the row sees. A vector counts as long as its parts
-    // (codes, zero, mean) together, since these are what is added up.
-    void largest(const QueryRow& row, int sink, int head, double& key, double& value) const {
-        const Sequence& s = sequences_[row.sequence];
-        std::vector<float> rows_k(size_t(kPageTokens) * shape_.dim_k), rows_v(size_t(kPageTokens) * shape_.dim_v);
-        for (const bool coded : {true, false}) {
-            const PageFormat format = coded ? layer.format : exact_format();
-            const std::byte* page = nullptr;
-            for (int j = row.begin, block = -1; j < row.end; j++) {
-                if (is_coded(row, sink, j) != coded) continue;
-                if (j / kPageTokens != block) {
-                    block = j / kPageTokens;
-                    page = (coded ? s.coded : s.exact).data() +
-                           (s.place(block) * shape_.n_head_kv + head) * format.bytes();
-                    decode_keys(format, tables[head].k, page, rows_k);
-                    decode_values(format, tables[head].v, page, rows_v);
-                }
-                const int t = j % kPageTokens;
-                const bool parts = format.coded();
-                const float zero_k = parts ? key_info_at(format, tables[head].k, page, t).zero : 0;
-                const float zero_v = parts ? value_info_at(format, tables[head].v, page, t).zero : 0;
-                double length = 0;
-                for (int c = 0; c < shape_.dim_k; c++) {
-                    const double x = parts_at(tables[head].k, parts, zero_k, rows_k[t * shape_.dim_k + c], c);
-                    length += x * x;
-                }
-                key = std::max(key, std::sqrt(length));
-                for (int c = 0; c < shape_.dim_v; c++) {
-                    value = std::max(value, parts_at(tables[head].v, parts, zero_v, rows_v[t * shape_.dim_v + c], c));
-                }
+    void measure(const PageFormat& format, int head, const std::byte* page, Size* sizes) const {
+        std::vector<float> k(size_t(kPageTokens) * shape_.dim_k), v(size_t(kPageTokens) * shape_.dim_v);
+        decode_keys(format, tables[head].k, page, k);
+        decode_values(format, tables[head].v, page, v);
+        for (int t = 0; t < kPageTokens; t++) {
+            const float zero_k = format.coded() ? key_info_at(format, tables[head].k, page, t).zero : 0;
+            const float zero_v = format.coded() ? value_info_at(format, tables[head].v, page, t).zero : 0;
+            double length = 0;
+            for (int c = 0; c < shape_.dim_k; c++) {
+                const double x = parts(format, tables[head].k, zero_k, k[t * shape_.dim_k + c], c);
+                length += x * x;
+            }
+            sizes[t].key = std::sqrt(length);
+            for (int c = 0; c < shape_.dim_v; c++) {
+                const double x = parts(format, tables[head].v, zero_v, v[t * shape_.dim_v + c], c);
+                sizes[t].value = std::max(sizes[t].value, x);
             }
         }
     }
 
-    static double parts_at(const SideTables& tables, bool parts, double zero, double x, int c) {
-        const double mean = parts && !tables.mean.empty() ? tables.mean[c] : 0;
-        const double ones = parts && !tables.ones.empty() ? zero * tables.ones[c] : 0;
+    static double parts(const PageFormat& format, const SideTables& tables, double zero, double x, int c) {
+        const double mean = format.coded() && !tables.mean.empty() ? tables.mean[c] : 0;
+        const double ones = format.coded() && !tables.ones.empty() ? zero * tables.ones[c] : 0;
         return std::abs(x - mean - ones) + std::abs(mean) + std::abs(ones);
+    }
+
+    Size largest(const QueryRow& row, int sink, int head) const {
+        const Sequence& s = sequences_[row.sequence];
+        Size most;
+        for (int j = row.begin; j < row.end; j++) {
+            const std::vector<Size>& sizes = is_coded(row, sink, j) ? s.coded_sizes : s.exact_sizes;
+            const Size& size = sizes[size_t(head) * s.n_blocks * kPageTokens + j];
+            most = {std::max(most.key, size.key), std::max(most.value, size.value)};
+        }
+        return most;
     }
 
     Shape shape_;

@@ -47,7 +47,7 @@ size_t lines(size_t floats) { return (floats + 15) / 16 * 16; }
 // Lays the arrays for n query vectors out from `memory` on (null: to learn the size). Returns how many floats they
 // take.
 size_t place(Scratch& scratch, float* memory, size_t n, const PageFormat& format) {
-    const size_t width_k = std::max(format.k.planes, format.k.dim), width_v = std::max(format.v.planes, format.v.dim);
+    const size_t width = std::max({format.k.planes, format.k.dim, format.v.planes, format.v.dim});
     size_t used = 0;
     const auto take = [&](float*& array, size_t floats) {
         array = memory ? memory + used : nullptr;
@@ -58,8 +58,7 @@ size_t place(Scratch& scratch, float* memory, size_t n, const PageFormat& format
     take(scratch.q_mean, n);
     take(scratch.q_ones, n);
     take(scratch.weights, n * kPageTokens);
-    take(scratch.k, width_k * kPageTokens);
-    take(scratch.v, width_v * kPageTokens);
+    take(scratch.page, width * kPageTokens);
     take(scratch.total, n * partial_stride(format));
     take(scratch.range, n * partial_stride(format));
     return used;
@@ -119,6 +118,7 @@ Side coded_side(const SideFormat& format, const SideTables& tables, const Unpack
 Pages pages_of(const BlockTable& table, const PageFormat& format, int head) {
     return {.base = table.base + head * format.bytes(),
             .stride = table.stride,
+            .bytes = format.bytes(),
             .ids = table.ids.data(),
             .n_ids = table.ids.size(),
             .k = {.dim = format.k.dim, .codes = format.key_codes()},

@@ -34,7 +34,8 @@ struct Side {
 // Pages of one KV head of one sequence.
 struct Pages {
     const std::byte* base = nullptr;  // of this head's page in block 0
-    size_t stride = 0;
+    size_t stride = 0;                // of blocks
+    size_t bytes = 0;                 // of a page
     const uint32_t* ids = nullptr;
     size_t n_ids = 0;
     Side k, v;
@@ -50,10 +51,9 @@ struct Scratch {
     float* q_mean = nullptr;   // [n], q . mean of the keys
     float* q_ones = nullptr;   // [n], q . ones of the keys
     float* weights = nullptr;  // [n][64], logits first
-    float* k = nullptr;        // a page's keys, [planes_k or dim_k][64]
-    float* v = nullptr;        // a page's values, [64][planes_v or dim_v]
-    float* total = nullptr;    // partials [n]
-    float* range = nullptr;    // partials [n]
+    float* page = nullptr;   // a page's keys [planes or dim][64], then its values [64][planes or dim]: 32 KB stay in L1
+    float* total = nullptr;  // partials [n]
+    float* range = nullptr;  // partials [n]
 };
 
 struct Item {

@@ -66,15 +66,18 @@ void multiply_block(int depth, const float* a, size_t a_stride, const float* b, 
     }
 }
 
-template <int Rows>
+// Few rows have registers left for more columns, and need them to hide the latency of a multiplication.
+template <int Rows, int Vectors = Rows <= 2 ? 2 * kVectors : kVectors>
 void multiply_rows(int depth, int width, const float* a, size_t a_stride, const float* b, size_t b_stride, float* out,
                    size_t out_stride) {
     int c = 0;
-    for (; c + kVectors * kLanes <= width; c += kVectors * kLanes) {
-        multiply_block<Rows, kVectors>(depth, a, a_stride, b + c, b_stride, out + c, out_stride);
+    for (; c + Vectors * kLanes <= width; c += Vectors * kLanes) {
+        multiply_block<Rows, Vectors>(depth, a, a_stride, b + c, b_stride, out + c, out_stride);
     }
-    for (; c < width; c += kLanes) {
-        multiply_block<Rows, 1>(depth, a, a_stride, b + c, b_stride, out + c, out_stride);
+    if constexpr (Vectors > 1) {
+        if (c < width) {
+            multiply_rows<Rows, Vectors / 2>(depth, width - c, a, a_stride, b + c, b_stride, out + c, out_stride);
+        }
     }
 }
 
@@ -122,12 +125,13 @@ void add_scaled(float* row, int width, float factor, const float* more) {
 // ---- pages
 
 // Digits minus 1.5, where the map says.
-void unpack_codes(const Side& side, const std::byte* page, float* to) {
+void unpack_codes(const Side& side, const std::byte* page, const std::byte* next, float* to) {
     constexpr int kBlockVectors = kBlockLanes / kLanes;
     const int blocks = side.planes * kPageTokens / (kBlockLanes * kDigitsPerLane);
     for (int b = 0; b < blocks; b++) {
         const std::byte* block = page + side.codes + b * kBlockBytes;
         const uint16_t* at = side.unpack_at + b * kDigitsPerLane;
+        __builtin_prefetch(next + side.codes + b * kBlockBytes);
         for (int v = 0; v < kBlockVectors; v++) {
             Words lanes;
             if constexpr (kLanes == kBlockLanes) {
@@ -155,48 +159,53 @@ void unpack_rows(const Side& side, const std::byte* page, float* to) {
     }
 }
 
-void unpack(const Side& side, const std::byte* page, float* to) {
+void unpack(const Side& side, const std::byte* page, const std::byte* next, float* to) {
     if (side.planes > 0) {
-        unpack_codes(side, page, to);
+        unpack_codes(side, page, next, to);
     } else {
         unpack_rows(side, page, to);
     }
 }
 
-// Scales and zeros of 64 tokens.
-struct TokenInfos {
+// Side information of a page as numbers.
+struct alignas(64) Info {
     float scale[kPageTokens];
     float zero[kPageTokens];
+    float mean[kMaxDim];  // if the side has page means
 };
 
-void unpack_info(const Side& side, const std::byte* page, TokenInfos& infos) {
+void unpack_halves(const std::byte* halves, float* to) {
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+        store(to + t, from_fp16(__builtin_convertvector(load<Halves>(halves + 2 * t), Words)));
+    }
+}
+
+void unpack_info(const Side& side, const std::byte* page, Info& info) {
     const std::byte* scales = page + side.scales;
     if (side.info == SideInfo::gain8) {
         for (int t = 0; t < kPageTokens; t++) {
-            infos.scale[t] = side.gain_reference * side.gains[uint8_t(scales[t])];
+            info.scale[t] = side.gain_reference * side.gains[uint8_t(scales[t])];
         }
-        return;
+    } else {
+        unpack_halves(scales, info.scale);
     }
-    const auto read = [&](const std::byte* halves, float* to) {
-        for (int t = 0; t < kPageTokens; t += kLanes) {
-            store(to + t, from_fp16(__builtin_convertvector(load<Halves>(halves + 2 * t), Words)));
-        }
-    };
-    read(scales, infos.scale);
     if (side.info == SideInfo::scale_zero) {
-        read(scales + 2 * kPageTokens, infos.zero);
+        unpack_halves(scales + 2 * kPageTokens, info.zero);
+    } else {
+        __builtin_memset(info.zero, 0, sizeof info.zero);
+    }
+    if (side.page_mean) {
+        for (int c = 0; c < side.dim; c += kLanes) {
+            const Ints codes = __builtin_convertvector(load<SignedBytes>(page + side.mean_codes + c), Ints);
+            store(info.mean + c, to_floats(codes) * load<Floats>(side.mean_step + c));
+        }
     }
 }
 
-void unpack_page_mean(const Side& side, const std::byte* page, float* to) {
-    for (int c = 0; c < side.dim; c += kLanes) {
-        const Ints codes = __builtin_convertvector(load<SignedBytes>(page + side.mean_codes + c), Ints);
-        store(to + c, to_floats(codes) * load<Floats>(side.mean_step + c));
-    }
-}
+bool has_page(const Pages& pages, int block) { return size_t(block) < pages.n_ids && pages.ids[block] != kNoBlock; }
 
 const std::byte* page_at(const Pages& pages, int block) {
-    CRUMB_ASSERT(size_t(block) < pages.n_ids && pages.ids[block] != kNoBlock);
+    CRUMB_ASSERT(has_page(pages, block));
     return pages.base + pages.ids[block] * pages.stride;
 }
 
@@ -221,13 +230,12 @@ uint64_t visible_tokens(const QueryRow& row, int sink, int block, bool coded) {
 struct Visit {
     const Item& item;
     const Scratch& scratch;
+    const Pages& pages;
     float* partials;
     int block;
-    bool codes;  // pages of codes: logits are raw, weights want scales
-    const TokenInfos* k = nullptr;
-    const TokenInfos* v = nullptr;
-    const float* page_mean_k = nullptr;
-    const float* page_mean_v = nullptr;
+    bool codes;  // not BF16 rows: logits are raw, weights want scales
+    const Info& k;
+    const Info& v;
 };
 
 float* partial_of(const Item& item, float* partials, int n) { return partials + n * item.partial_stride; }
@@ -252,10 +260,10 @@ void weigh(const Visit& visit, int n, uint64_t mask) {
     float constant = 0.0f, ones = 0.0f;
     if (visit.codes) {
         constant = scratch.q_mean[n];
-        if (visit.page_mean_k) {
+        if (visit.pages.k.page_mean) {
+            const int dim = visit.pages.k.dim;
             float dot;
-            const int dim = item.exact.k.dim;
-            dot_products(1, 1, dim, scratch.q + n * dim, visit.page_mean_k, &dot, 1);
+            dot_products(1, 1, dim, scratch.q + n * dim, visit.k.mean, &dot, 1);
             constant += dot;
         }
         ones = scratch.q_ones[n];
@@ -269,8 +277,8 @@ void weigh(const Visit& visit, int n, uint64_t mask) {
         const int t = i * kLanes;
         Floats y = load<Floats>(x + t);
         if (visit.codes) {
-            y = multiply_add(y, load<Floats>(visit.k->scale + t),
-                             multiply_add(splat(ones), load<Floats>(visit.k->zero + t), splat(constant)));
+            y = multiply_add(y, load<Floats>(visit.k.scale + t),
+                             multiply_add(splat(ones), load<Floats>(visit.k.zero + t), splat(constant)));
         }
         if (item.softcap > 0.0f) {
             y = soft_capped(y, item.softcap);
@@ -307,8 +315,8 @@ void weigh(const Visit& visit, int n, uint64_t mask) {
         Floats w = exp_negative(logits[i] - scalars[kTop]);
         sum = sum + w;
         if (visit.codes) {
-            zero_sum = multiply_add(w, load<Floats>(visit.v->zero + t), zero_sum);
-            w = w * load<Floats>(visit.v->scale + t);
+            zero_sum = multiply_add(w, load<Floats>(visit.v.zero + t), zero_sum);
+            w = w * load<Floats>(visit.v.scale + t);
         }
         store(x + t, w);
     }
@@ -317,8 +325,8 @@ void weigh(const Visit& visit, int n, uint64_t mask) {
     if (visit.codes) {
         scalars[kCodedSum] += all;
         scalars[kZeroSum] += sum_lanes(zero_sum);
-        if (visit.page_mean_v) {
-            add_scaled(partial + item.coded.v.planes, item.exact.v.dim, all, visit.page_mean_v);
+        if (visit.pages.v.page_mean) {
+            add_scaled(partial + item.coded.v.planes, visit.pages.v.dim, all, visit.v.mean);
         }
     }
 }
@@ -341,11 +349,11 @@ bool all_finite(const float* x, int n) {
 }
 
 // partials += weights times values, for query vectors [first, last).
-void add_values(const Visit& visit, const Side& side, const uint64_t* masks, int first, int last) {
+void add_values(const Visit& visit, const uint64_t* masks, int first, int last) {
     const Item& item = visit.item;
-    const int width = visit.codes ? side.planes : side.dim;
+    const int width = visit.codes ? visit.pages.v.planes : visit.pages.v.dim;
     float* out = visit.partials + (visit.codes ? 0 : item.coded.v.planes);
-    float* values = visit.scratch.v;
+    const float* values = visit.scratch.page;
     const float* weights = visit.scratch.weights;
     if (visit.codes || all_finite(values, kPageTokens * width)) {
         multiply(last - first, kPageTokens, width, weights + first * kPageTokens, kPageTokens, values, width,
@@ -384,39 +392,31 @@ void visit_block(const Item& item, const Scratch& scratch, float* partials, int 
 
     const Pages& pages = coded ? item.coded : item.exact;
     const std::byte* page = page_at(pages, block);
-    Visit visit{item, scratch, partials, block, pages.k.planes > 0};
-    alignas(64) TokenInfos info_k = {}, info_v = {};
-    alignas(64) float mean_k[kMaxDim], mean_v[kMaxDim];
-    if (visit.codes) {
-        unpack_info(pages.k, page, info_k);
-        unpack_info(pages.v, page, info_v);
-        visit.k = &info_k;
-        visit.v = &info_v;
-        if (pages.k.page_mean) {
-            unpack_page_mean(pages.k, page, mean_k);
-            visit.page_mean_k = mean_k;
+    const std::byte* next = has_page(pages, block + 1) ? page_at(pages, block + 1) : page;
+    const bool codes = pages.k.planes > 0;
+    Info k, v;
+    if (codes) {
+        for (size_t i = pages.k.scales; i < pages.bytes; i += 64) {
+            __builtin_prefetch(next + i);
         }
-        if (pages.v.page_mean) {
-            unpack_page_mean(pages.v, page, mean_v);
-            visit.page_mean_v = mean_v;
-        }
+        unpack_info(pages.k, page, k);
+        unpack_info(pages.v, page, v);
     }
 
-    const int depth = visit.codes ? pages.k.planes : pages.k.dim;
-    const float* q = visit.codes ? scratch.q_codes : scratch.q;
+    const Visit visit{item, scratch, pages, partials, block, codes, k, v};
+    const int depth = codes ? pages.k.planes : pages.k.dim;
+    const float* q = (codes ? scratch.q_codes : scratch.q) + first * depth;
     float* logits = scratch.weights + first * kPageTokens;
-    unpack(pages.k, page, scratch.k);
-    for (int i = 0; i < (last - first) * kPageTokens; i += kLanes) {
-        store(logits + i, Floats{});
-    }
-    multiply(last - first, depth, kPageTokens, q + first * depth, depth, scratch.k, kPageTokens, logits, kPageTokens);
+    unpack(pages.k, page, next, scratch.page);
+    __builtin_memset(logits, 0, (last - first) * kPageTokens * sizeof(float));
+    multiply(last - first, depth, kPageTokens, q, depth, scratch.page, kPageTokens, logits, kPageTokens);
 
     for (int n = first; n < last; n++) {
         weigh(visit, n, masks[n / item.n_heads]);
     }
 
-    unpack(pages.v, page, scratch.v);
-    add_values(visit, pages.v, masks, first, last);
+    unpack(pages.v, page, next, scratch.page);
+    add_values(visit, masks, first, last);
 }
 
 // ---- the functions of the table
@@ -454,9 +454,7 @@ void queries(const Item& item, const Scratch& scratch) {
 }
 
 void clear(const Item& item, float* partials) {
-    for (size_t i = 0; i < item.n * item.partial_stride; i += kLanes) {
-        store(partials + i, Floats{});
-    }
+    __builtin_memset(partials, 0, item.n * item.partial_stride * sizeof(float));
     for (int n = 0; n < item.n; n++) {
         scalars_of(item, partial_of(item, partials, n))[kTop] = kNothing;
     }

@@ -1,0 +1,86 @@
+// A row's result has the same bits whatever other rows are in the plan and however many threads run it.
+#include "attention_world.h"
+
+namespace crumb {
+namespace {
+
+using namespace test;
+
+// Output rows, one a token.
+std::vector<uint32_t> bits(const World& world, const World::Result& result, uint32_t token) {
+    std::vector<uint32_t> row(world.out_stride());
+    std::memcpy(row.data(), result.out.data() + token * world.out_stride(), row.size() * sizeof(float));
+    return row;
+}
+
+void expect_same(const World& world, const World::Result& a, const World::Result& b, const std::vector<QueryRow>& rows,
+                 const std::string& what) {
+    for (const QueryRow& row : rows) EXPECT_EQ(bits(world, a, row.token), bits(world, b, row.token)) << what;
+}
+
+struct Ragged {
+    World world{{6, 2, 64, 80}, {{64, 64, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
+    std::vector<QueryRow> rows;
+
+    Ragged() {
+        for (const auto& [length, n] : {std::pair{5, 5}, {2300, 37}, {70, 1}, {4200, 3}, {900, 20}}) {
+            add_rows(rows, world.add_sequence(length), length, n, 64);
+        }
+        world.make_queries(int(rows.size()));
+    }
+};
+
+TEST(AttentionOrder, RowsAloneAndInTiles) {
+    const Ragged ragged;
+    for (const Isa isa : supported_isas()) {
+        const World::Result together = ragged.world.run(isa, ragged.rows, 4);
+        for (const QueryRow& row : ragged.rows) {
+            expect_same(ragged.world, together, ragged.world.run(isa, {row}, 4), {row}, "alone");
+        }
+        for (const size_t step : {2, 3, 7, 16}) {
+            for (size_t i = 0; i < ragged.rows.size(); i += step) {
+                const size_t last = std::min(i + step, ragged.rows.size());
+                const std::vector<QueryRow> some(ragged.rows.begin() + i, ragged.rows.begin() + last);
+                expect_same(ragged.world, together, ragged.world.run(isa, some, 4), some, "in chunks");
+            }
+        }
+    }
+}
+
+TEST(AttentionOrder, Threads) {
+    const Ragged ragged;
+    const std::vector<QueryRow> few(ragged.rows.end() - 4, ragged.rows.end());
+    for (const Isa isa : supported_isas()) {
+        for (const std::vector<QueryRow>& rows : {ragged.rows, few}) {
+            const World::Result one = ragged.world.run(isa, rows, 4, 1);
+            for (int n_threads = 2; n_threads <= 4; n_threads++) {
+                for (int repeat = 0; repeat < 3; repeat++) {
+                    expect_same(ragged.world, one, ragged.world.run(isa, rows, 4, n_threads), rows,
+                                std::to_string(n_threads) + " threads");
+                }
+            }
+        }
+    }
+}
+
+// As an engine does it: one work for all layers of two kinds, prepared once for more threads than come.
+TEST(AttentionOrder, OneWorkForManyLayers) {
+    const Ragged ragged;
+    World windowed({4, 1, 96, 96}, bf16_format(96, 96));
+    std::vector<QueryRow> rows;
+    add_rows(rows, windowed.add_sequence(600), 600, 5, 1 << 20, 100);
+    windowed.make_queries(int(rows.size()));
+
+    const Isa isa = best_isa();
+    AttentionWork work;
+    work.prepare(AttentionPlan(ragged.rows, 4), 6, 2, ragged.world.layer.format, 4);
+    work.prepare(AttentionPlan(rows, 0), 4, 1, windowed.layer.format, 4);
+    const World::Result want = ragged.world.run(isa, ragged.rows, 4), want_windowed = windowed.run(isa, rows, 0);
+    for (const int n_threads : {1, 4, 3, 2}) {
+        expect_same(ragged.world, want, ragged.world.run(isa, ragged.rows, 4, n_threads, &work), ragged.rows, "coded");
+        expect_same(windowed, want_windowed, windowed.run(isa, rows, 0, n_threads, &work), rows, "window");
+    }
+}
+
+}  // namespace
+}  // namespace crumb
