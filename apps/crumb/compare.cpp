@@ -1,12 +1,12 @@
 // One question about one document, answered twice: with 16-bit KV and with --kv. Then both contexts walk through the
 // document again side by side for the divergence of every next-token distribution.
+#include "command_line.h"
 #include "commands.h"
 #include "session.h"
 
 #include <crumb/error.h>
 #include <crumb/eval.h>
 
-#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -70,11 +70,9 @@ int compare(int argc, char** argv) {
     app.add_option("-f,--file", document, "the document")->required();
     app.add_option("-p,--prompt", question, "the question")->capture_default_str();
     app.add_option("-n,--predict", n_predict, "longest answer in tokens")->capture_default_str()->check(CLI::Range(1, 1 << 20));
-    app.add_option("-ub,--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("-t,--threads", threads, "threads (default: all cores)");
-    std::vector<char*> rest;
-    for (auto& argument : arguments.rest) { rest.push_back(argument.data()); }
-    CLI11_PARSE(app, int(rest.size()), rest.data());
+    if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!arguments.kv) { fail("crumb compare needs --kv RECIPE; the flags are:\n{}", kKvHelp); }
 
     llama::quiet_log();

@@ -1,12 +1,12 @@
 // Teacher-forced divergence of recipes from 16-bit KV. All contexts walk through the same tokens side by side, ubatch by
 // ubatch, so no logits are kept: memory is one ubatch of logits a recipe. The texts should not be those of calibration.
+#include "command_line.h"
 #include "commands.h"
 #include "session.h"
 
 #include <crumb/error.h>
 #include <crumb/eval.h>
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <chrono>
@@ -74,10 +74,10 @@ int eval(int argc, char** argv) {
     app.add_option("-c,--ctx-size", o.window, "tokens of a window")->capture_default_str()->check(CLI::Range(64, 1 << 22));
     app.add_option("--windows", o.windows, "windows of each text")->capture_default_str()->check(CLI::Range(1, 1000));
     app.add_option("--first", o.first, "first position of a window that counts")->capture_default_str()->check(CLI::NonNegativeNumber);
-    app.add_option("-ub,--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("-t,--threads", o.threads, "threads (default: all cores)");
     app.add_option("--json", o.json, "write the table here as well");
-    CLI11_PARSE(app, argc, argv);
+    if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     if (o.first + 1 >= o.window) { fail("--first {} leaves nothing of a window of {} tokens", o.first, o.window); }
 
     llama::quiet_log();

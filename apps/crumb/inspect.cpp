@@ -1,12 +1,12 @@
 // What is there and what it costs, without running anything: recipes, a model's KV, a recipe at a context, an artefact, a
 // page. Every size comes from the functions that lay out pages and allocate caches.
+#include "command_line.h"
 #include "commands.h"
 #include "session.h"
 
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
-#include <CLI/CLI.hpp>
 
 #include <cstdio>
 #include <fstream>
@@ -139,14 +139,12 @@ int inspect(int argc, char** argv) {
     app.add_flag("--recipes", list, "list the recipes");
     app.add_option("-m,--model", model_file, "GGUF model: its KV geometry, and what --kv costs");
     app.add_option("-c,--ctx-size", n_ctx, "tokens a sequence")->capture_default_str()->check(CLI::Range(1, 1 << 24));
-    app.add_option("-np,--parallel", n_parallel, "sequences")->capture_default_str()->check(CLI::Range(1, 4096));
-    app.add_option("-ub,--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("--parallel", n_parallel, "sequences")->capture_default_str()->check(CLI::Range(1, 4096));
+    app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("--artifact", artefact, "an artefact's provenance");
     app.add_option("--page", page, "a page's bytes, decoded (with --kv and --head-dim)");
     app.add_option("--head-dim", head_dim, "head size of --page")->capture_default_str();
-    std::vector<char*> rest;
-    for (auto& argument : arguments.rest) { rest.push_back(argument.data()); }
-    CLI11_PARSE(app, int(rest.size()), rest.data());
+    if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!list && model_file.empty() && artefact.empty() && page.empty()) { fail("nothing to inspect; crumb inspect --help lists what can be"); }
     if (!page.empty() && !arguments.kv) { fail("--page needs --kv RECIPE to know the format"); }
 

@@ -31,8 +31,8 @@ std::filesystem::path default_artefact(const std::filesystem::path& model_file);
 // The file that a model was loaded from; empty if it came from elsewhere.
 std::filesystem::path model_file(const llama_model* model);
 
-// Sizes and layers of the cache that a context of `model` would get. Reads no artefact (the tables stay empty), needs no
-// weights (a model loaded vocab_only will do). Throws Error for what --kv does not support.
+// Sizes and layers of the cache that a context of `model` would get. Reads no artefact: the tables stay
+// empty. Throws Error for what --kv does not support.
 CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch);
 
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.

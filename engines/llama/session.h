@@ -26,7 +26,7 @@ using ContextPtr = std::unique_ptr<llama_context, FreeContext>;
 // llama.cpp's own log is silent unless something went wrong.
 void quiet_log();
 
-// Throws Error if the file is no model that llama.cpp can load. `geometry`: hyperparameters and vocabulary, no weights.
+// Throws Error if the file is no model that llama.cpp can load. `geometry`: for a look at it, ready at once.
 enum class Load : uint8_t { all, geometry };
 ModelPtr load_model(const std::filesystem::path& file, Load what = Load::all);
 

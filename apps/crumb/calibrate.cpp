@@ -1,0 +1,42 @@
+#include "calibration.h"
+#include "command_line.h"
+#include "commands.h"
+#include "session.h"
+
+#include <crumb/error.h>
+
+
+#include <cstdio>
+
+namespace crumb::app {
+
+int calibrate(int argc, char** argv) {
+    CLI::App app{"Measure a model's K and V while it reads texts, and write its artefact", "crumb calibrate"};
+    llama::CalibrationOptions o;
+    std::string k_target(name(o.method.k)), v_target(name(o.method.v)), composition(name(o.method.composition));
+    app.add_option("-m,--model", o.model, "GGUF model")->required();
+    app.add_option("-f,--file", o.texts, "texts to read, several domains if you can: prose, technical, code, chat, your own")->required();
+    app.add_option("-o,--output", o.output, "artefact (default: MODEL.crumb.safetensors beside the model, where --kv looks for it)");
+    app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str();
+    app.add_option("-c,--ctx-size", o.window, "tokens of a window; each begins a new sequence")->capture_default_str()->check(CLI::Range(128, 1 << 20));
+    app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("--skip", o.skip, "first tokens of each window that are left out: sinks")->capture_default_str()->check(CLI::NonNegativeNumber);
+    app.add_option("-t,--threads", o.n_threads, "threads (default: all cores)");
+    app.add_option("--k-target", k_target, "whose eigenvectors rotate K: qqt, ktk")->capture_default_str();
+    app.add_option("--v-target", v_target, "whose eigenvectors rotate V: sst, sst_true, vtv")->capture_default_str();
+    app.add_option("--composition", composition, "r_h_pbr, r_h, h_pbr, h, r, pbr")->capture_default_str();
+    app.add_flag("--per-head", o.method.per_head, "a rotation per KV head instead of one per layer");
+    if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
+    o.method.k = find_target(k_target);
+    o.method.v = find_target(v_target);
+    o.method.composition = find_composition(composition);
+
+    llama::quiet_log();
+    const Artefact artefact = llama::calibrate(o);
+    const auto path = o.output.empty() ? llama::default_artefact(o.model) : o.output;
+    std::printf("wrote %s: %s, %zu layers, %llu tokens, hash %s\n", path.string().c_str(), artefact.provenance.method.c_str(),
+                artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), artefact.hash().c_str());
+    return 0;
+}
+
+}  // namespace crumb::app

@@ -1,0 +1,22 @@
+#include "command_line.h"
+
+#include <algorithm>
+
+namespace crumb::app {
+
+std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
+    for (auto& argument : arguments) {
+        if (argument == "-ub") { argument = "--ubatch-size"; }
+        if (argument == "-np") { argument = "--parallel"; }
+    }
+    arguments.erase(arguments.begin());
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
+    try {
+        app.parse(std::move(arguments));
+        return std::nullopt;
+    } catch (const CLI::ParseError& e) {
+        return app.exit(e);
+    }
+}
+
+}  // namespace crumb::app

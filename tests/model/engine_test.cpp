@@ -1,0 +1,188 @@
+// crumb inside llama.cpp on real weights: the control recipe against llama.cpp's own cache, sequences, chunk invariance,
+// saved states.
+#include "fixture.h"
+
+namespace crumb::llama {
+namespace {
+
+struct Perplexity {
+    double value;
+    double same_top;
+};
+
+// Perplexity of both contexts over the same tokens, and the share of equal top tokens.
+std::pair<Perplexity, Perplexity> perplexities(llama_context* a, llama_context* b, std::span<const llama_token> tokens, int n_ubatch) {
+    double sum_a = 0, sum_b = 0;
+    int same = 0, n = 0;
+    for (size_t at = 0; at < tokens.size(); at += n_ubatch) {
+        const auto part = tokens.subspan(at, std::min<size_t>(n_ubatch, tokens.size() - at));
+        decode(a, part, int(at), false);
+        decode(b, part, int(at), false);
+        for (size_t i = 0; i < part.size() && at + i + 1 < tokens.size(); ++i, ++n) {
+            const auto la = logits(a, int(i)), lb = logits(b, int(i));
+            sum_a += nll(la, tokens[at + i + 1]);
+            sum_b += nll(lb, tokens[at + i + 1]);
+            same += top(la) == top(lb);
+        }
+    }
+    const double share = double(same) / n;
+    return {{std::exp(sum_a / n), share}, {std::exp(sum_b / n), share}};
+}
+
+class Control : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Models, Control, testing::Values(kSmolLM2, kGemma3),
+                         [](const auto& info) { return info.param == kSmolLM2 ? "SmolLM2" : "Gemma3"; });
+
+// The budget of 0.01 % of perplexity covers BF16 rounding of K and V and another order of sums, nothing else.
+TEST_P(Control, Bf16PagesEqualStockLlamaCpp) {
+    quiet_log();
+    const auto model = load_model(f32_copy(GetParam()));
+    const int n = 4224, n_greedy = 200;
+    const auto tokens = text_tokens(model.get(), "prose", n);
+    const ContextOptions shape{.n_ctx = n + n_greedy, .n_ubatch = 512};
+    const auto stock = new_context(model.get(), shape, std::nullopt);
+    const auto ours = new_context(model.get(), shape, kv("bf16"));
+    const auto [a, b] = perplexities(stock.get(), ours.get(), tokens, 512);
+    EXPECT_NEAR(b.value / a.value, 1.0, 1e-4) << "stock " << a.value << ", crumb " << b.value;
+    EXPECT_GT(b.same_top, 0.999);
+    EXPECT_EQ(greedy(ours.get(), n, n_greedy), greedy(stock.get(), n, n_greedy));
+}
+
+TEST(Sequences, FourOfDifferentLengthsEqualSingleRuns) {
+    quiet_log();
+    const auto model = load_model(f32_copy(kSmolLM2));
+    const auto tokens = text_tokens(model.get(), "docs", 4000);
+    const int lengths[4] = {900, 37, 1, 450};
+    auto params = llama_context_default_params();
+    params.n_ctx = 4096;
+    params.n_ubatch = 128;
+    params.n_batch = 2048;
+    params.n_seq_max = 4;
+    use_kv(kv("quarot:paper"));
+    const ContextPtr all(llama_init_from_model(model.get(), params));
+    ASSERT_TRUE(all);
+    llama_batch batch = llama_batch_init(2048, 0, 1);
+    for (int j = 0; j < 900; ++j) {
+        for (int s = 0; s < 4; ++s) {
+            if (j >= lengths[s]) { continue; }
+            const int i = batch.n_tokens++;
+            batch.token[i] = tokens[1000 * s + j];
+            batch.pos[i] = j;
+            batch.n_seq_id[i] = 1;
+            batch.seq_id[i][0] = s;
+            batch.logits[i] = j + 1 == lengths[s];
+        }
+    }
+    ASSERT_EQ(llama_decode(all.get(), batch), 0);
+    std::vector<std::vector<float>> together(4);
+    for (int i = 0; i < batch.n_tokens; ++i) {
+        if (batch.logits[i]) { together[batch.seq_id[i][0]] = logits(all.get(), i); }
+    }
+    llama_batch_free(batch);
+    for (int s = 0; s < 4; ++s) {
+        const auto alone = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 128}, kv("quarot:paper"));
+        for (int at = 0; at < lengths[s]; at += 128) {
+            decode(alone.get(), std::span(tokens).subspan(1000 * s + at, std::min(128, lengths[s] - at)), at, true);
+        }
+        const auto expected = logits(alone.get(), -1);
+        float worst = 0, scale = 0;
+        for (size_t i = 0; i < expected.size(); ++i) {
+            worst = std::max(worst, std::abs(expected[i] - together[s][i]));
+            scale = std::max(scale, std::abs(expected[i]));
+        }
+        EXPECT_LT(worst, 2e-3f * scale) << "sequence " << s;
+    }
+}
+
+// Codes and text do not depend on how the prompt was cut. The Q4_1 file: llama.cpp computes its products row by row, so
+// they do not depend on the batch either, and every layer's state must be the same, bit for bit.
+TEST(ChunkInvariance, StatesAndTextAreTheSameForEveryUbatch) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2));
+    const int n = 777;
+    const auto tokens = text_tokens(model.get(), "docs", n);
+    std::vector<uint8_t> state;
+    std::vector<llama_token> text;
+    for (const int ubatch : {512, 64, 7, 1}) {
+        const auto context = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = ubatch}, kv("quarot:paper"));
+        for (int at = 0; at < n; at += ubatch) {
+            decode(context.get(), std::span(tokens).subspan(at, std::min(ubatch, n - at)), at, true);
+        }
+        const auto now = state_of(context.get(), 0);
+        const auto answer = greedy(context.get(), n, 24);
+        if (state.empty()) {
+            state = now;
+            text = answer;
+        }
+        EXPECT_EQ(now == state, true) << "ubatch " << ubatch;
+        EXPECT_EQ(answer, text) << "ubatch " << ubatch;
+    }
+}
+
+TEST(ChunkInvariance, AForkContinuesAsItsOriginal) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2));
+    const int n = 700;
+    const auto tokens = text_tokens(model.get(), "prose", n + 100);
+    auto params = llama_context_default_params();
+    params.n_ctx = 2048;
+    params.n_batch = params.n_ubatch = 128;
+    params.n_seq_max = 2;
+    use_kv(kv("quarot:paper"));
+    const ContextPtr context(llama_init_from_model(model.get(), params));
+    ASSERT_TRUE(context);
+    for (int at = 0; at < n; at += 100) { decode(context.get(), std::span(tokens).subspan(at, 100), at, true); }
+    llama_memory_seq_cp(llama_get_memory(context.get()), 0, 1, -1, -1);
+    EXPECT_EQ(state_of(context.get(), 0) == state_of(context.get(), 1), true);
+    llama_batch batch = llama_batch_init(2, 0, 1);
+    for (int i = 0; i < 100; ++i) {
+        batch.n_tokens = 2;
+        for (int s = 0; s < 2; ++s) {
+            batch.token[s] = tokens[n + i];
+            batch.pos[s] = n + i;
+            batch.n_seq_id[s] = 1;
+            batch.seq_id[s][0] = s;
+            batch.logits[s] = true;
+        }
+        ASSERT_EQ(llama_decode(context.get(), batch), 0);
+        ASSERT_EQ(logits(context.get(), 0) == logits(context.get(), 1), true) << "token " << i;
+    }
+    llama_batch_free(batch);
+    EXPECT_EQ(state_of(context.get(), 0) == state_of(context.get(), 1), true);
+}
+
+TEST(State, RestoredSequenceContinuesBitForBit) {
+    quiet_log();
+    for (const char* name : {kSmolLM2, kGemma3}) {
+        const auto model = load_model(model_path(name));
+        const auto tokens = text_tokens(model.get(), "prose", 800);
+        const auto a = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, kv("quarot:paper"));
+        const auto b = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, kv("quarot:paper"));
+        for (int at = 0; at < 750; at += 250) { decode(a.get(), std::span(tokens).subspan(at, 250), at, true); }
+        auto state = state_of(a.get(), 0);
+        ASSERT_EQ(llama_state_seq_set_data(b.get(), state.data(), state.size(), 0), state.size());
+        EXPECT_EQ(greedy(a.get(), 750, 16), greedy(b.get(), 750, 16));
+        decode(a.get(), std::span(tokens).subspan(766, 1), 766, true);
+        decode(b.get(), std::span(tokens).subspan(766, 1), 766, true);
+        EXPECT_EQ(logits(a.get(), 0) == logits(b.get(), 0), true);
+
+        const auto before = state_of(b.get(), 0);
+        state[state.size() / 2] ^= 1;
+        EXPECT_EQ(llama_state_seq_set_data(b.get(), state.data(), state.size(), 0), 0u);
+        EXPECT_EQ(state_of(b.get(), 0) == before, true) << "a damaged state must leave what was there";
+    }
+}
+
+TEST(Bytes, PrintedEqualsAllocated) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2));
+    const auto context = new_context(model.get(), {.n_ctx = 8192, .n_ubatch = 512}, kv("quarot:paper"));
+    const auto config = cache_geometry(*model, kv("quarot:paper"), 8192, 1, 512);
+    const auto planned = cache_bytes(config), real = kv_status()->bytes;
+    EXPECT_EQ(planned.total(), real.total());
+    EXPECT_EQ(planned.coded, real.coded);
+    EXPECT_DOUBLE_EQ(planned.effective_bits, real.effective_bits);
+}
+
+}  // namespace
+}  // namespace crumb::llama

@@ -1,0 +1,64 @@
+// What is not supported is an error that says what, why and what to type, and leaves everything as it was.
+#include "fixture.h"
+
+namespace crumb::llama {
+namespace {
+
+std::string refusal(llama_model* model, const KvOptions& options) {
+    try {
+        new_context(model, {.n_ctx = 512}, options);
+    } catch (const Error& e) {
+        return e.what();
+    }
+    return "";
+}
+
+TEST(Refusal, NamesTheRemedy) {
+    llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+    const auto model = load_model(model_path(kSmolLM2));
+    EXPECT_THAT(refusal(model.get(), kv("no-such")), testing::HasSubstr("oscar"));
+    auto missing = kv("oscar");
+    missing.artefact = "/nonexistent/artefact.safetensors";
+    EXPECT_THAT(refusal(model.get(), missing), testing::HasSubstr("crumb calibrate -m "));
+    auto needless = kv("quarot:paper");
+    needless.artefact = "/nonexistent/artefact.safetensors";
+    EXPECT_THAT(refusal(model.get(), needless), testing::HasSubstr("needs no artefact"));
+    use_kv(kv("quarot:paper"));
+    auto params = llama_context_default_params();
+    params.type_k = GGML_TYPE_Q8_0;
+    EXPECT_EQ(llama_init_from_model(model.get(), params), nullptr);
+    EXPECT_THAT(last_refusal(), testing::AllOf(testing::HasSubstr("q8_0"), testing::HasSubstr("leave out -ctk")));
+}
+
+TEST(Refusal, MiddleOfASequenceStays) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2));
+    const auto context = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 512}, kv("quarot:paper"));
+    const auto tokens = text_tokens(model.get(), "docs", 600);
+    decode(context.get(), std::span(tokens).first(500), 0, true);
+    auto* memory = llama_get_memory(context.get());
+    const auto before = state_of(context.get(), 0);
+    EXPECT_FALSE(llama_memory_seq_rm(memory, 0, 100, 200));
+    EXPECT_FALSE(llama_memory_can_shift(memory));
+    EXPECT_THROW(llama_memory_seq_add(memory, 0, 100, -1, -50), Error);
+    EXPECT_THROW(llama_memory_seq_div(memory, 0, 0, -1, 2), Error);
+    EXPECT_EQ(state_of(context.get(), 0) == before, true);
+    EXPECT_TRUE(llama_memory_seq_rm(memory, 0, 130, -1));
+    EXPECT_EQ(llama_memory_seq_pos_max(memory, 0), 129);
+    decode(context.get(), std::span(tokens).subspan(130, 200), 130, true);
+    EXPECT_GT(kv_status()->counters.aged_early_tokens, 0u);
+}
+
+TEST(Refusal, AFullCacheIsReportedAndKeepsWhatItHolds) {
+    llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+    const auto model = load_model(model_path(kSmolLM2));
+    const auto context = new_context(model.get(), {.n_ctx = 512, .n_ubatch = 256}, kv("quarot:paper"));
+    const auto tokens = text_tokens(model.get(), "docs", 600);
+    decode(context.get(), std::span(tokens).first(256), 0, true);
+    decode(context.get(), std::span(tokens).subspan(256, 256), 256, true);
+    EXPECT_THROW(decode(context.get(), std::span(tokens).subspan(512, 1), 512, true), Error);
+    EXPECT_EQ(llama_memory_seq_pos_max(llama_get_memory(context.get()), 0), 511);
+}
+
+}  // namespace
+}  // namespace crumb::llama

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Calibrate a small model once, then ask it about a document with 16-bit KV and with a 2-bit cache.
+# usage: demo.sh smollm2|qwen     (make demo builds and fetches first)
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+crumb=$here/../${CRUMB_BUILD:-build}/bin/crumb
+cache=${CRUMB_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/crumb}
+name=${1:-smollm2}
+
+case $name in
+    smollm2) tokens=32768 ;;
+    qwen) tokens=16384 ;; # 12 times the model: half the tokens, to keep the first run at a few minutes
+    *)
+        echo "demo: error: there is no demo with '$name'. Type: make demo MODEL=smollm2 or make demo MODEL=qwen" >&2
+        exit 2
+        ;;
+esac
+
+model=$("$here/fetch.py" model "$name")
+text=$("$here/fetch.py" text)
+artefact=$cache/artefacts/$(basename "$model" .gguf).crumb.safetensors
+
+if [[ ! -e $artefact ]]; then
+    echo "demo: calibrating $(basename "$model") on $tokens tokens of prose, technical text and code (once)" >&2
+    mkdir -p "$(dirname "$artefact")"
+    "$crumb" calibrate -m "$model" -o "$artefact" --tokens "$tokens" \
+        -f "$text/calibration/docs.txt" -f "$text/calibration/prose.txt" -f "$text/calibration/code.txt"
+fi
+
+exec "$crumb" compare -m "$model" --kv oscar --kv-artifact "$artefact" -f "$text/document.txt" \
+    -p "Question: according to the text above, what is a namespace? Answer in one sentence." -n 64
