@@ -11,10 +11,9 @@
 // edge(t) = 64 floor(max(0, t + 1 - recent) / 64) of the newest token t, the block is demoted: encoded into a coded
 // block. The exact block is freed when no query can want it any more. Sinks keep theirs.
 //
-// Full blocks are immutable and shared by reference count between forked sequences; the last, partial exact block is
-// copied. Cropping to a position inside the exact region loses nothing. Cropping deeper leaves tokens inside the window
-// that exist only as codes ("aged early"): they are read through their codes, counted, and keep them when their block is
-// demoted again, so that codes never drift.
+// Forked sequences share blocks by reference count; who writes to a shared block first gets a copy. A crop by a few tokens
+// loses nothing. A deeper one moves the window back over tokens that exist only as codes ("aged early"): they are read
+// through their codes, counted, and keep them when their block is demoted again, so that codes never drift.
 #pragma once
 
 #include <crumb/attention.h>
@@ -54,7 +53,7 @@ struct CacheConfig {
     int n_sequences = 1;
     int64_t tokens_per_sequence = 0;  // the longest that one sequence can become
     int64_t tokens_total = 0;         // of all sequences together; at least tokens_per_sequence
-    int max_step_tokens = 512;        // tokens of one step (ubatch)
+    int max_step_tokens = 512;        // appends of one step (ubatch)
     std::string artefact_hash;        // part of the identity of saved states
     std::string model_hash;
 };
@@ -75,9 +74,11 @@ struct CacheCounters {
     EncodeCounts encoded;
     uint64_t demoted_blocks = 0;
     uint64_t aged_early_tokens = 0;  // tokens that a crop left readable through their codes only
-    uint64_t shared_blocks = 0;      // now
+    uint64_t shared_blocks = 0;      // now, coded, by more than one sequence
     uint64_t blocks_in_use = 0;      // now, coded
-    uint64_t blocks_total = 0;
+    uint64_t blocks_total = 0;       // coded
+    uint64_t exact_blocks_in_use = 0;   // now
+    uint64_t window_blocks_in_use = 0;  // now
 };
 
 // A token of a step: it is appended to `sequence`, K and V rows are found by `token`.
@@ -94,6 +95,7 @@ struct RowSource {
     size_t head_stride = 0;
 };
 
+// All calls come from one thread, except store(), plan() and views().
 class Cache {
 public:
     // Allocates everything. Throws Error (unsupported sizes, no memory, contradictory settings).
@@ -110,24 +112,27 @@ public:
     // The lowest position to which the sequence can be cropped without losing a sliding window; 0 if there is none.
     int32_t lowest_crop(uint32_t sequence) const;
 
-    // Removes tokens from position `length` on. Always succeeds at lowest_crop() or above, and at 0; false otherwise,
-    // and then nothing changed.
+    // Removes tokens from position `length` on, if there are any. Always succeeds at lowest_crop() or above, and at 0;
+    // false otherwise, and then nothing changed. A step that was abandoned before all its stores returned is undone by
+    // cropping each of its sequences to the length before it; nothing else may be called in between.
     bool crop(uint32_t sequence, int32_t length);
     // Makes `to` a copy of the first `length` tokens of `from`; what `to` held is dropped. False as crop().
     bool fork(uint32_t from, uint32_t to, int32_t length);
 
-    // Whether these tokens can be appended: lengths and free blocks. Nothing changes.
+    // Whether these tokens can be appended, in one step or in several: lengths and free blocks. Nothing changes.
     bool fits(std::span<const Append> appends) const;
 
-    // Begins a step: appends tokens, all or nothing (false: does not fit), and makes the step's plans. Tokens of one
-    // sequence are in ascending order. `causal` false: rows see all tokens of their sequence after the step.
+    // Begins a step: appends tokens, all or nothing (false: does not fit), and makes the step's plans. At most
+    // max_step_tokens appends. Tokens of one sequence are in ascending order. `causal` false: rows see all tokens of
+    // their sequence after the step.
     bool begin(std::span<const Append> appends, bool causal = true);
 
     // Stores K and V of the step's tokens in a layer and encodes what is due. Called by each of n threads; attention may
     // start when all have returned. Layers without `stores` are not passed here.
     void store(int layer, RowSource k, RowSource v, int thread, int n_threads);
 
-    // Rows and views of the step for attention in this layer (the one that stores, for a layer that reads another's).
+    // Rows and views of the step for attention in this layer (the one that stores, for a layer that reads another's). One
+    // view a sequence; what a view says is good until the next call that is not const.
     const AttentionPlan& plan(int layer) const;
     std::span<const SequenceView> views(int layer) const;
 

@@ -68,6 +68,11 @@ Sequence& Cache::State::at(uint32_t sequence) {
     return sequences[sequence];
 }
 
+const HeadTables& Cache::State::tables(int layer, int head) const {
+    static const HeadTables none;
+    return config.recipe->coded() ? config.tables[layer][head] : none;
+}
+
 void Cache::State::reshape(Sequence& s, const Extent& to) {
     const Extent from = std::exchange(s.extent, to);
     move(coded, s.coded, rules.coded(from), rules.coded(to));
@@ -91,11 +96,10 @@ void Cache::State::crop(Sequence& s, int32_t length) {
         if (s.source != kNoBlock) { std::swap(s.coded[now.exact_begin / kPageTokens], s.source); }
     }
     const Extent next = rules.cropped(now, length);
-    if (0 < next.exact_begin && next.exact_begin < now.exact_begin) {
-        const int32_t in_window = std::max(rules.edge(length), rules.sink);
-        const int32_t known = std::min(length, rules.edge(now.length));  // older ones were outside, newer ones counted
-        counters.aged_early_tokens += uint64_t(std::max(0, known - in_window));
-    }
+    // Tokens that enter the window again without their BF16 rows.
+    const int32_t aged_begin = std::max(rules.edge(length), rules.sink);
+    const int32_t aged_end = std::min(next.exact_begin, rules.edge(s.extent.length));
+    counters.aged_early_tokens += uint64_t(std::max(0, aged_end - aged_begin));
     reshape(s, next);
     settle(s);
     // A block of codes that the crop went through has BF16 rows again: later tokens fill the upper ones, nothing reads the
@@ -125,6 +129,8 @@ CacheCounters Cache::counters() const {
     counters.shared_blocks = state_->coded.shared();
     counters.blocks_in_use = state_->coded.in_use();
     counters.blocks_total = counters.blocks_in_use + state_->coded.available();
+    counters.exact_blocks_in_use = state_->exact.in_use();
+    counters.window_blocks_in_use = state_->window.in_use();
     return counters;
 }
 

@@ -59,7 +59,8 @@ Extent Rules::cropped(Extent e, int32_t length) const {
 }
 
 Extent Rules::trimmed(Extent e) const {
-    e.exact_begin = std::max(e.exact_begin, std::min(edge(e.length), e.coded_end));
+    const int32_t unwanted = std::min(edge(e.length), e.coded_end);
+    if (unwanted > blocks_for(sink) * kPageTokens) { e.exact_begin = std::max(e.exact_begin, unwanted); }
     if (window > 0) {
         e.window_begin = std::max(e.window_begin, round_down(std::max(0, e.length + 1 - window - kWindowSlack)));
     }
@@ -71,7 +72,7 @@ bool Rules::possible(const Extent& e) const {
     const bool coded = e.coded_end % kPageTokens == 0 && edge(e.length - 1) <= e.coded_end &&
                        e.coded_end <= std::min(round_down(e.length), edge(longest - 1));
     const bool exact = 0 <= e.exact_begin && e.exact_begin <= e.length && round_down(e.exact_begin) <= e.coded_end &&
-                       (e.exact_begin % kPageTokens == 0 || e.exact_begin > blocks_for(sink) * kPageTokens);
+                       (e.exact_begin == 0 || e.exact_begin > blocks_for(sink) * kPageTokens);
     const bool windows = 0 <= e.window_begin && e.window_begin % kPageTokens == 0 &&
                          (window > 0 ? lowest_crop(e) <= e.length : e.window_begin == 0);
     return length && coded && exact && windows && trimmed(e) == e;

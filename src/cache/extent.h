@@ -5,10 +5,11 @@
 //   0        sink              exact_begin        coded_end          length
 //   | exact   | codes           | codes and exact  | exact            |
 //
-// Tokens below `sink` are exact for ever. Demotion encodes blocks below edge(length - 1), so coded_end >= that; trimming
-// frees exact blocks that are encoded and that the next token cannot want, so exact_begin <= min(edge(length), coded_end).
-// Only a crop below exact_begin breaks the second rule: then exact_begin = length at that time, and the rows below it of
-// its block, if it is no multiple of 64, are known through their codes only ("aged early").
+// Blocks of sinks stay exact for ever. Demotion encodes blocks below edge(length - 1), so coded_end is never less. Trimming
+// frees other exact blocks that are encoded and that the next token cannot want, so exact_begin is at most edge(length);
+// it is 0 as long as nothing was freed. A crop below exact_begin makes it the new length: then tokens inside the window
+// are known through their codes only ("aged early"), and if it is no multiple of 64, so are the first rows of a block whose
+// other rows will be exact.
 #pragma once
 
 #include <crumb/cache.h>
@@ -20,7 +21,7 @@ namespace crumb {
 struct Extent {
     int32_t length = 0;
     int32_t coded_end = 0;     // blocks below are encoded; a multiple of 64
-    int32_t exact_begin = 0;   // tokens from here on have their BF16 rows
+    int32_t exact_begin = 0;   // tokens from here on have their BF16 rows, as sinks have
     int32_t window_begin = 0;  // tokens from here on lie in window blocks; a multiple of 64
     bool operator==(const Extent&) const = default;
 };

@@ -7,7 +7,7 @@
 //
 // Integers are little endian; a checksum is the XXH3-64 of all bytes before it. Which blocks follow is computed from the
 // extent, so a state carries no tables and no sizes: what is read is bounded by this cache's own configuration, whatever
-// the bytes say. Rows that hold no token are written as zeros.
+// the bytes say. What blocks still hold of tokens that were cropped away, or of other sequences, is not written.
 #include "cache/state.h"
 
 #include <crumb/error.h>
@@ -144,10 +144,11 @@ Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
     return e;
 }
 
-// The blocks of one table that a state holds, in order.
+// The blocks of one table that a state holds, in order. What they say about tokens from `end` on is of no account.
 struct Contents {
     Pool& pool;
     std::vector<uint32_t>& ids;
+    int32_t end;
     std::vector<int32_t> blocks;
 
     void add(BlockRange range) {
@@ -156,7 +157,9 @@ struct Contents {
 };
 
 std::vector<Contents> contents(Cache::State& state, Sequence& s, const Extent& e, bool windows_only) {
-    Contents coded{state.coded, s.coded, {}}, exact{state.exact, s.exact, {}}, window{state.window, s.window, {}};
+    Contents coded{state.coded, s.coded, std::max(e.coded_end, e.exact_begin), {}};
+    Contents exact{state.exact, s.exact, e.length, {}};
+    Contents window{state.window, s.window, e.length, {}};
     if (!windows_only) {
         coded.add(state.rules.coded(e));
         exact.add(state.rules.sinks(e));
@@ -166,29 +169,34 @@ std::vector<Contents> contents(Cache::State& state, Sequence& s, const Extent& e
     return {std::move(coded), std::move(exact), std::move(window)};
 }
 
-// A block of BF16 records whose rows from `rows` on belong to no token.
-void write_partial(Writer& out, const SlabShape& slab, const std::byte* block, int rows) {
-    std::vector<std::byte> copy(block, block + slab.stride());
-    const std::vector<bf16> k(slab.format.k.dim), v(slab.format.v.dim);
+// The part of a block that belongs to a layer, with zeros as the tokens from `rows` on.
+std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, int layer, uint32_t id, int rows) {
+    const SlabShape& slab = pool.shape().slabs[layer];
+    const PageFormat& format = slab.format;
+    const std::vector<bf16> k(size_t(kPageTokens * format.k.dim)), v(size_t(kPageTokens * format.v.dim));
+    std::vector<std::byte> block(pool.block(layer, id), pool.block(layer, id) + slab.stride());
     for (int head = 0; head < slab.n_head_kv; head++) {
-        std::byte* page = copy.data() + head * slab.format.bytes();
+        std::byte* page = block.data() + size_t(head) * format.bytes();
+        if (&pool == &state.coded) {
+            encode_page(*state.config.recipe, format, state.tables(layer, head), k, v, page, rows, pool.page(layer, id, head));
+            continue;
+        }
         for (int t = rows; t < kPageTokens; t++) {
-            set_key(slab.format, page, t, k);
-            set_value(slab.format, page, t, v);
+            set_key(format, page, t, std::span(k).first(format.k.dim));
+            set_value(format, page, t, std::span(v).first(format.v.dim));
         }
     }
-    out.bytes(copy.data(), copy.size());
+    return block;
 }
 
-void write_block(Writer& out, const Pool& pool, uint32_t id, int rows) {
-    for (size_t layer = 0; layer < pool.shape().slabs.size(); layer++) {
-        const SlabShape& slab = pool.shape().slabs[layer];
-        if (slab.n_head_kv == 0) { continue; }
-        const std::byte* block = pool.block(int(layer), id);
-        if (rows < kPageTokens && !slab.format.coded()) {
-            write_partial(out, slab, block, rows);
+void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint32_t id, int rows) {
+    for (int layer = 0; layer < int(pool.shape().slabs.size()); layer++) {
+        const size_t bytes = pool.shape().slabs[layer].stride();
+        if (bytes == 0) { continue; }
+        if (rows < kPageTokens) {
+            out.bytes(first_rows(state, pool, layer, id, rows).data(), bytes);
         } else {
-            out.bytes(block, slab.stride());
+            out.bytes(pool.block(layer, id), bytes);
         }
     }
     out.checksum();
@@ -239,8 +247,8 @@ public:
 private:
     void for_each_part(auto use) const {
         const std::vector<SlabShape>& slabs = contents_.pool.shape().slabs;
-        for (size_t layer = 0; layer < slabs.size(); layer++) {
-            if (slabs[layer].n_head_kv > 0) { use(int(layer), slabs[layer].stride()); }
+        for (int layer = 0; layer < int(slabs.size()); layer++) {
+            if (slabs[layer].n_head_kv > 0) { use(layer, slabs[layer].stride()); }
         }
     }
 
@@ -269,7 +277,7 @@ void Cache::save(uint32_t sequence, const Write& write, bool windows_only) const
     write_header(out, state.config, windows_only, e);
     for (const Contents& part : contents(state, s, e, windows_only)) {
         for (const int32_t b : part.blocks) {
-            write_block(out, part.pool, part.ids[b], std::min(kPageTokens, e.length - b * kPageTokens));
+            write_block(out, state, part.pool, part.ids[b], std::min(kPageTokens, part.end - b * kPageTokens));
         }
     }
 }

@@ -56,14 +56,13 @@ struct Cache::State {
     CacheCounters counters;
 
     Sequence& at(uint32_t sequence);
+    const HeadTables& tables(int layer, int head) const;  // empty ones for the BF16 recipe
 
     // Moves a sequence to another extent: blocks that only the old one has are released, those of the new one taken.
     void reshape(Sequence& sequence, const Extent& to);
     // Forgets how to undo the last step.
     void settle(Sequence& sequence);
     void crop(Sequence& sequence, int32_t length);
-    // Coded blocks that `sequence` would take to grow by `tokens`.
-    size_t coded_for(const Sequence& sequence, int32_t tokens) const;
     void append(Sequence& sequence, std::span<const uint32_t> tokens);
 };
 

@@ -11,29 +11,7 @@
 namespace crumb {
 namespace {
 
-// A token in one sequence of a step.
-struct StepToken {
-    uint32_t sequence;
-    uint32_t token;
-    bool attends;  // a token that is appended to several sequences asks in the first
-};
-
-// By sequence; the order within a sequence stays.
-std::vector<StepToken> by_sequence(std::span<const Append> appends) {
-    uint32_t n_tokens = 0;
-    for (const Append& a : appends) { n_tokens = std::max(n_tokens, a.token + 1); }
-    std::vector<bool> seen(n_tokens);
-    std::vector<StepToken> tokens;
-    tokens.reserve(appends.size());
-    for (const Append& a : appends) {
-        tokens.push_back({a.sequence, a.token, !seen[a.token]});
-        seen[a.token] = true;
-    }
-    std::ranges::stable_sort(tokens, {}, &StepToken::sequence);
-    return tokens;
-}
-
-std::vector<int32_t> tokens_by_sequence(std::span<const Append> appends, size_t n_sequences) {
+std::vector<int32_t> count_by_sequence(std::span<const Append> appends, size_t n_sequences) {
     std::vector<int32_t> counts(n_sequences);
     for (const Append& a : appends) {
         CRUMB_ASSERT(a.sequence < n_sequences);
@@ -70,31 +48,27 @@ void to_row(const RowSource& source, uint32_t token, int head, std::span<bf16> r
 // The rows of a BF16 page, token by token, as encode_page() takes them.
 struct PageRows {
     std::vector<bf16> k, v;
-    PageRows(const PageFormat& format, const std::byte* page)
-        : k(size_t(kPageTokens * format.k.dim)), v(size_t(kPageTokens * format.v.dim)) {
+    PageRows(const PageFormat& format, const std::byte* page) {
         for (int t = 0; t < kPageTokens; t++) {
-            for (int i = 0; i < format.k.dim; i++) { k[size_t(t * format.k.dim + i)] = key_at(format, page, t, i); }
-            for (int i = 0; i < format.v.dim; i++) { v[size_t(t * format.v.dim + i)] = value_at(format, page, t, i); }
+            for (int i = 0; i < format.k.dim; i++) { k.push_back(key_at(format, page, t, i)); }
+            for (int i = 0; i < format.v.dim; i++) { v.push_back(value_at(format, page, t, i)); }
         }
     }
 };
 
 }  // namespace
 
-size_t Cache::State::coded_for(const Sequence& s, int32_t tokens) const {
-    return size_t(rules.demoted(s.extent, rules.appended(s.extent, tokens)).size());
-}
-
 // Exact and window blocks suffice for every step of max_step_tokens (extent.cpp), so coded blocks and lengths decide.
 bool Cache::fits(std::span<const Append> appends) const {
     const State& state = *state_;
-    const std::vector<int32_t> counts = tokens_by_sequence(appends, state.sequences.size());
+    const Rules& rules = state.rules;
+    const std::vector<int32_t> counts = count_by_sequence(appends, state.sequences.size());
     std::vector<uint32_t> sources;
     size_t needed = 0;
     for (size_t i = 0; i < counts.size(); i++) {
         const Sequence& s = state.sequences[i];
-        if (int64_t(s.extent.length) + counts[i] > state.rules.longest) { return false; }
-        if (counts[i] > 0) { needed += state.coded_for(s, counts[i]); }
+        if (int64_t(s.extent.length) + counts[i] > rules.longest) { return false; }
+        needed += size_t(rules.demoted(s.extent, rules.appended(s.extent, counts[i])).size());
         if (s.source != kNoBlock) { sources.push_back(s.source); }
     }
     return needed <= state.coded.available() + state.coded.freed_by(std::move(sources));
@@ -134,12 +108,13 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
         state.reshape(s, state.rules.trimmed(s.extent));
         state.settle(s);
     }
-    const std::vector<StepToken> tokens = by_sequence(appends);
+    std::vector<Append> tokens(appends.begin(), appends.end());
+    std::ranges::stable_sort(tokens, {}, &Append::sequence);
     Step& step = state.step;
     step.tokens.clear();
     step.blocks.clear();
     step.window_blocks.clear();
-    for (const StepToken& t : tokens) { step.tokens.push_back(t.token); }
+    for (const Append& t : tokens) { step.tokens.push_back(t.token); }
 
     std::vector<std::vector<QueryRow>> rows(state.windows.size());
     for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
@@ -174,7 +149,6 @@ void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads
     const Pool& pool = windowed ? state.window : state.exact;
     const std::vector<BlockWork>& blocks = windowed ? state.step.window_blocks : state.step.blocks;
     const PageFormat& format = pool.shape().slabs[layer].format;
-    const HeadTables none;
     std::vector<bf16> key(shape.dim_k), value(shape.dim_v);
     EncodeCounts encoded;
     for (size_t unit = thread; unit < blocks.size() * shape.n_head_kv; unit += n_threads) {
@@ -190,10 +164,9 @@ void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads
         }
         if (work.coded == kNoBlock) { continue; }
         const PageRows rows(format, page);
-        const HeadTables& tables = state.config.recipe->coded() ? state.config.tables[layer][head] : none;
         const std::byte* kept = work.kept == kNoBlock ? nullptr : state.coded.page(layer, work.kept, head);
-        encoded += encode_page(*state.config.recipe, state.coded.shape().slabs[layer].format, tables, rows.k, rows.v,
-                               state.coded.page(layer, work.coded, head), work.keep, kept);
+        encoded += encode_page(*state.config.recipe, state.coded.shape().slabs[layer].format, state.tables(layer, head),
+                               rows.k, rows.v, state.coded.page(layer, work.coded, head), work.keep, kept);
     }
     if (encoded.rows == 0) { return; }
     const std::lock_guard lock(state.counting);
