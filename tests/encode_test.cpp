@@ -285,6 +285,10 @@ TEST(Encode, KeptRowsComeFromTheOlderPage) {
                 std::fill_n(v_lost.begin(), size_t(keep) * dim, to_bf16(1e30f));
                 const Encoded again = encode(lanes::best(), recipe, c, k_lost, v_lost, keep, older.page.data());
                 EXPECT_TRUE(again.page == older.page) << keep;
+                Encoded in_place = older;
+                encode_page(recipe, c.format, c.tables, k_lost, v_lost, in_place.page.data(), keep,
+                            in_place.page.data());
+                EXPECT_TRUE(in_place.page == older.page) << keep;
                 EXPECT_EQ(again.counts,
                           (EncodeCounts{.rows = 2 * (64 - uint64_t(keep)), .nonfinite = 0, .saturated = 0}));
             }

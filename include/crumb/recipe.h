@@ -112,8 +112,8 @@ struct EncodeCounts {
 };
 
 // Encodes 64 tokens of one head. k and v: BF16 rows [64][D], in token order. Rows below `keep` are not encoded: their
-// codes, side info and the page means are taken over from `kept`, a page of the same format (tokens whose 16-bit values
-// are gone, see cache.h); keep = 0 and kept = nullptr otherwise. A BF16 format copies the rows.
+// codes, side info and the page means are taken over from `kept`, a page of the same format or `page` itself (tokens whose
+// 16-bit values are gone, see cache.h); keep = 0 and kept = nullptr otherwise. A BF16 format copies the rows.
 EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const HeadTables& tables,
                          std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep = 0,
                          const std::byte* kept = nullptr);

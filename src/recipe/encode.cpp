@@ -26,8 +26,6 @@ struct Side {
     decltype(&unpack_keys) unpack;
 };
 
-float mean_step_floor(const SideTables& tables) { return std::ranges::min(tables.mean_step); }
-
 void quantise(const Kernels& kernels, const Side& side, Tile& y, Coded& coded) {
     const int dim = side.tables.format.dim;
     if (side.recipe.quantiser == Quantiser::minmax) {
@@ -65,7 +63,7 @@ void write_codes(const Side& side, const Coded& coded, std::byte* page, int keep
 void write_info(size_t offset, const uint16_t* values, size_t stride, std::byte* page, int keep,
                 const std::byte* kept) {
     if (keep > 0) {
-        std::memcpy(page + offset, kept + offset, keep * stride);
+        std::memmove(page + offset, kept + offset, keep * stride);
     }
     for (int t = keep; t < kPageTokens; ++t) {
         std::memcpy(page + offset + t * stride, &values[t], stride);
@@ -84,7 +82,8 @@ EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* pa
     counts.rows = uint64_t(kPageTokens - keep);
     counts.nonfinite = kernels.load(side.rows.data(), dim, mean, keep, x);
     if (format.mean) {
-        CRUMB_ASSERT(side.tables.mean_step.size() == size_t(dim) && mean_step_floor(side.tables) >= kStepFloor);
+        CRUMB_ASSERT(side.tables.mean_step.size() == size_t(dim));
+        CRUMB_ASSERT(std::ranges::min(side.tables.mean_step) >= kStepFloor);
         int8_t page_mean[lanes::kMaxDim];
         if (keep > 0) {
             std::memcpy(page_mean, kept + side.mean, dim);
@@ -122,7 +121,7 @@ void copy_rows(const PageFormat& format, std::span<const bf16> k, std::span<cons
                const std::byte* kept) {
     const size_t dim_k = size_t(format.k.dim), dim_v = size_t(format.v.dim);
     if (keep > 0) {
-        std::memcpy(page, kept, format.bytes());
+        std::memmove(page, kept, format.bytes());
     }
     for (int t = keep; t < kPageTokens; ++t) {
         set_key(format, page, t, k.subspan(t * dim_k, dim_k));
