@@ -375,7 +375,7 @@ TEST(Fit, GivesMeansAndRefusesNonsense) {
                   fit(moments, {Target::sst, Target::sst}, {});
               }).find("K takes qqt or ktk"),
               std::string::npos);
-    EXPECT_NE(error_of([&] { find_target("qqq"); }).find("choose one of qqt, ktk, sst, sst-true, vtv"),
+    EXPECT_NE(error_of([&] { find_target("qqq"); }).find("choose one of qqt, ktk, sst, sst_true, vtv"),
               std::string::npos);
     EXPECT_EQ(find_composition("r_h_pbr"), Composition::r_h_pbr);
     EXPECT_EQ(describe(RotationMethod{}), "K qqt and V sst, r_h_pbr, per layer");

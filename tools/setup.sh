@@ -6,7 +6,7 @@ set -euo pipefail
 # compile, link, generate
 build=(g++ make cmake ninja-build ccache pkg-config git)
 # linked or included
-libraries=(libeigen3-dev nlohmann-json3-dev libcli11-dev libxxhash-dev libfmt-dev)
+libraries=(libeigen3-dev nlohmann-json3-dev libcli11-dev libxxhash-dev libfmt-dev libzip-dev)
 # tests and benches; clang brings libFuzzer and the sanitizers of the fuzz targets
 tests=(libgtest-dev librapidcheck-dev libbenchmark-dev clang libclang-rt-14-dev clang-format)
 # fetching models, text and sources

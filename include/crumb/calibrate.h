@@ -96,7 +96,7 @@ class Moments {
 enum class Target : uint8_t { qqt, ktk, sst, sst_true, vtv };
 
 // How a rotation is put together, left to right: R eigenvectors in ascending order of eigenvalue, H hadamard(), P
-// bit_reversal(). Names are the official ones.
+// bit_reversal().
 enum class Composition : uint8_t { r_h_pbr, r_h, h_pbr, h, r, pbr };
 
 struct RotationMethod {

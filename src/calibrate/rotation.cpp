@@ -26,7 +26,7 @@ constexpr std::array<TargetName, 5> kTargets = {{
     {Target::qqt, "qqt", true, &HeadMoments::qq},
     {Target::ktk, "ktk", true, &HeadMoments::kk},
     {Target::sst, "sst", false, &HeadMoments::sst},
-    {Target::sst_true, "sst-true", false, &HeadMoments::sst_true},
+    {Target::sst_true, "sst_true", false, &HeadMoments::sst_true},
     {Target::vtv, "vtv", false, &HeadMoments::vv},
 }};
 
@@ -39,8 +39,8 @@ constexpr std::array<CompositionName, 6> kCompositions = {{
     {Composition::r_h_pbr, "r_h_pbr", true, true, true},
     {Composition::r_h, "r_h", true, true, false},
     {Composition::h_pbr, "h_pbr", false, true, true},
-    {Composition::h, "hadamard", false, true, false},
-    {Composition::r, "plain", true, false, false},
+    {Composition::h, "h", false, true, false},
+    {Composition::r, "r", true, false, false},
     {Composition::pbr, "pbr", false, false, true},
 }};
 
@@ -163,7 +163,7 @@ std::vector<float> rotation(std::span<const double> moment, int d, Composition c
 
 Artefact fit(const Moments& moments, const RotationMethod& method, Provenance provenance) {
     if (!row(method.k).of_keys || row(method.v).of_keys) {
-        fail("targets K {} and V {}: K takes qqt or ktk, V takes sst, sst-true or vtv", name(method.k), name(method.v));
+        fail("targets K {} and V {}: K takes qqt or ktk, V takes sst, sst_true or vtv", name(method.k), name(method.v));
     }
     Artefact artefact;
     artefact.provenance = std::move(provenance);
