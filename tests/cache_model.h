@@ -1,5 +1,5 @@
-// The cache as one would explain it to a friend: tokens with their rows, which of them are lost, and a page a block. Slow,
-// without pools, extents or sharing. Tests run a Cache beside it and compare everything that attention can read.
+// The cache as one would explain it to a friend: tokens with their rows, which of them are lost, and a page a block.
+// Slow, without pools, extents or sharing. Tests run a Cache beside it and compare everything that attention can read.
 #pragma once
 
 #include <crumb/cache.h>
@@ -17,7 +17,8 @@ using Token = uint32_t;  // its K and V rows are a function of this number
 enum class Side : uint32_t { k, v };
 
 inline float element(Token token, int layer, Side side, int head, int channel) {
-    uint32_t x = token * 2654435761u ^ uint32_t(layer * 8 + head) * 40503u ^ uint32_t(side) * 97u ^ uint32_t(channel) * 69069u;
+    uint32_t x =
+        token * 2654435761u ^ uint32_t(layer * 8 + head) * 40503u ^ uint32_t(side) * 97u ^ uint32_t(channel) * 69069u;
     x = (x ^ (x >> 15)) * 2246822519u;
     x = (x ^ (x >> 13)) * 3266489917u;
     return float(int32_t(x ^ (x >> 16))) * 0x1p-30f;
@@ -25,7 +26,9 @@ inline float element(Token token, int layer, Side side, int head, int channel) {
 
 inline std::vector<float> row(Token token, int layer, Side side, int head, int dim) {
     std::vector<float> x(dim);
-    for (int i = 0; i < dim; i++) { x[i] = element(token, layer, side, head, i); }
+    for (int i = 0; i < dim; i++) {
+        x[i] = element(token, layer, side, head, i);
+    }
     return x;
 }
 
@@ -44,9 +47,11 @@ struct Scenario {
 inline CacheConfig config_of(const Scenario& scenario) {
     CacheConfig config;
     config.recipe = &find_recipe(scenario.recipe);
-    config.layers = {{.n_head_kv = 2, .dim_k = 32, .dim_v = 32}, {.stores = false}, {.n_head_kv = 1, .dim_k = 64, .dim_v = 32}};
+    config.layers = {
+        {.n_head_kv = 2, .dim_k = 32, .dim_v = 32}, {.stores = false}, {.n_head_kv = 1, .dim_k = 64, .dim_v = 32}};
     if (scenario.window > 0) {
-        config.layers.insert(config.layers.begin() + 1, {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window});
+        config.layers.insert(config.layers.begin() + 1,
+                             {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window});
     }
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& l = config.layers[i];
@@ -73,60 +78,95 @@ struct StepToken {
 
 inline std::vector<Append> appends_of(const std::vector<StepToken>& tokens) {
     std::vector<Append> appends;
-    for (const StepToken& t : tokens) { appends.push_back({t.sequence, uint32_t(appends.size())}); }
+    for (const StepToken& t : tokens) {
+        appends.push_back({t.sequence, uint32_t(appends.size())});
+    }
     return appends;
 }
 
-// What an engine does between begin() and attention in one layer.
-inline void store_layer(Cache& cache, int layer, const std::vector<StepToken>& tokens, int n_threads = 1) {
+// What one thread of an engine does between begin() and attention in a layer.
+inline void store_part(Cache& cache, int layer, const std::vector<StepToken>& tokens, int thread, int n_threads) {
     const CacheLayer& l = cache.config().layers[layer];
     std::vector<float> k, v;
     for (const StepToken& t : tokens) {
         for (int head = 0; head < l.n_head_kv; head++) {
-            const auto kk = row(t.token, layer, Side::k, head, l.dim_k), vv = row(t.token, layer, Side::v, head, l.dim_v);
+            const auto kk = row(t.token, layer, Side::k, head, l.dim_k),
+                       vv = row(t.token, layer, Side::v, head, l.dim_v);
             k.insert(k.end(), kk.begin(), kk.end());
             v.insert(v.end(), vv.begin(), vv.end());
         }
     }
+    cache.store(layer, {k.data(), size_t(l.n_head_kv * l.dim_k), size_t(l.dim_k)},
+                {v.data(), size_t(l.n_head_kv * l.dim_v), size_t(l.dim_v)}, thread, n_threads);
+}
+
+inline void store_layer(Cache& cache, int layer, const std::vector<StepToken>& tokens, int n_threads = 1) {
     for (int thread = n_threads; thread-- > 0;) {
-        cache.store(layer, {k.data(), size_t(l.n_head_kv * l.dim_k), size_t(l.dim_k)},
-                    {v.data(), size_t(l.n_head_kv * l.dim_v), size_t(l.dim_v)}, thread, n_threads);
+        store_part(cache, layer, tokens, thread, n_threads);
     }
 }
 
 inline bool step(Cache& cache, const std::vector<StepToken>& tokens, int n_threads = 1) {
-    if (!cache.begin(appends_of(tokens))) { return false; }
+    if (!cache.begin(appends_of(tokens))) {
+        return false;
+    }
     for (size_t layer = 0; layer < cache.config().layers.size(); layer++) {
-        if (cache.config().layers[layer].stores) { store_layer(cache, int(layer), tokens, n_threads); }
+        if (cache.config().layers[layer].stores) {
+            store_layer(cache, int(layer), tokens, n_threads);
+        }
     }
     return true;
 }
 
 inline std::vector<StepToken> run_of(uint32_t sequence, Token first, int count) {
     std::vector<StepToken> tokens;
-    for (int i = 0; i < count; i++) { tokens.push_back({sequence, first + Token(i)}); }
+    for (int i = 0; i < count; i++) {
+        tokens.push_back({sequence, first + Token(i)});
+    }
     return tokens;
 }
+
+// What the Error that `action` throws says; empty if it throws none.
+inline std::string message_of(auto&& action) {
+    try {
+        action();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+inline bool contains(const std::string& text, std::string_view part) { return text.find(part) != std::string::npos; }
 
 using Bytes = std::vector<std::byte>;
 
 inline Bytes save(const Cache& cache, uint32_t sequence, bool windows_only = false) {
     Bytes bytes;
-    cache.save(sequence, [&](const void* data, size_t n) {
-        const auto* first = static_cast<const std::byte*>(data);
-        bytes.insert(bytes.end(), first, first + n);
-    }, windows_only);
+    cache.save(
+        sequence,
+        [&](const void* data, size_t n) {
+            const auto* first = static_cast<const std::byte*>(data);
+            bytes.insert(bytes.end(), first, first + n);
+        },
+        windows_only);
     return bytes;
 }
 
 inline void restore(Cache& cache, uint32_t sequence, const Bytes& bytes, bool windows_only = false) {
     size_t at = 0;
-    cache.restore(sequence, [&](void* data, size_t n) {
-        if (n > bytes.size() - at) { throw std::runtime_error("end of the state"); }
-        std::memcpy(data, bytes.data() + at, n);
-        at += n;
-    }, windows_only);
-    if (at != bytes.size()) { throw std::runtime_error("the state is longer than what was read"); }
+    cache.restore(
+        sequence,
+        [&](void* data, size_t n) {
+            if (n > bytes.size() - at) {
+                throw std::runtime_error("end of the state");
+            }
+            std::memcpy(data, bytes.data() + at, n);
+            at += n;
+        },
+        windows_only);
+    if (at != bytes.size()) {
+        throw std::runtime_error("the state is longer than what was read");
+    }
 }
 
 // Pages of a block, by layer and head. Not complete: kept only for the codes of lost tokens; to be encoded again.
@@ -138,19 +178,21 @@ struct ModelBlock {
 
 struct ModelSequence {
     std::vector<Token> tokens;
-    std::vector<bool> lost;               // its BF16 row is gone; only codes are left
+    std::vector<bool> lost;  // its BF16 row is gone; only codes are left
     std::map<int, ModelBlock> blocks;
-    int window_first = 0;                 // sliding-window layers hold tokens from here on
-    int length_before = 0;                // at the start of the last step
+    int window_first = 0;   // sliding-window layers hold tokens from here on
+    int length_before = 0;  // at the start of the last step
     std::map<int, ModelBlock> blocks_before;
 
     int length() const { return int(tokens.size()); }
 };
 
 class Model {
-public:
+  public:
     explicit Model(const CacheConfig& config) : config_(config), sequences(config.n_sequences) {
-        for (const CacheLayer& l : config.layers) { window_ = std::max(window_, l.window); }
+        for (const CacheLayer& l : config.layers) {
+            window_ = std::max(window_, l.window);
+        }
     }
 
     // Blocks that no token from position `length` on can want as BF16, and that have their codes, are dropped.
@@ -160,7 +202,9 @@ public:
             std::fill_n(s.lost.begin() + 64 * b, 64, true);
         }
         constexpr int kSlack = 64;
-        if (window_ > 0) { s.window_first = std::max(s.window_first, std::max(0, s.length() + 1 - window_ - kSlack) / 64 * 64); }
+        if (window_ > 0) {
+            s.window_first = std::max(s.window_first, std::max(0, s.length() + 1 - window_ - kSlack) / 64 * 64);
+        }
     }
 
     void begin() {
@@ -181,7 +225,9 @@ public:
         for (ModelSequence& s : sequences) {
             for (int b = config_.sink / 64; 64 * (b + 1) <= coded_edge(s.length() - 1, config_.recent); b++) {
                 const auto old = s.blocks.find(b);
-                if (old != s.blocks.end() && old->second.complete) { continue; }
+                if (old != s.blocks.end() && old->second.complete) {
+                    continue;
+                }
                 s.blocks[b] = encode(s, b, old == s.blocks.end() ? nullptr : &old->second);
             }
         }
@@ -190,17 +236,27 @@ public:
     int lowest_crop(const ModelSequence& s) const { return s.window_first == 0 ? 0 : s.window_first + window_ - 1; }
 
     void crop(ModelSequence& s, int n) {
-        if (n >= s.length()) { return; }
+        if (n >= s.length()) {
+            return;
+        }
         const int old_edge = coded_edge(s.length(), config_.recent);
-        if (n <= s.length_before) { s.blocks = s.blocks_before; }
+        if (n <= s.length_before) {
+            s.blocks = s.blocks_before;
+        }
         s.tokens.resize(n);
         s.lost.resize(n);
         const int rest = n / 64;
-        std::erase_if(s.blocks, [&](const auto& block) { return block.first > rest || (block.first == rest && !lost_in(s, rest)); });
-        if (s.blocks.contains(rest)) { s.blocks[rest].complete = false; }
+        std::erase_if(s.blocks, [&](const auto& block) {
+            return block.first > rest || (block.first == rest && !lost_in(s, rest));
+        });
+        if (s.blocks.contains(rest)) {
+            s.blocks[rest].complete = false;
+        }
         const int window_begin = std::max(coded_edge(n, config_.recent), config_.sink);
         aged += uint64_t(std::max(0, std::min(coded_end(s, n), old_edge) - window_begin));
-        if (n == 0) { s.window_first = 0; }
+        if (n == 0) {
+            s.window_first = 0;
+        }
         settle(s);
     }
 
@@ -219,7 +275,9 @@ public:
     int coded_end(const ModelSequence& s, int newest) const {
         int end = coded_edge(newest, config_.recent);
         for (int j = end; j < s.length(); j++) {
-            if (s.lost[j]) { end = j + 1; }
+            if (s.lost[j]) {
+                end = j + 1;
+            }
         }
         return end;
     }
@@ -231,10 +289,12 @@ public:
     std::vector<ModelSequence> sequences;
     uint64_t aged = 0;  // tokens that came back into the window of the next token, without their rows
 
-private:
+  private:
     int lost_in(const ModelSequence& s, int b) const {
         int n = 0;
-        for (int j = 64 * b; j < std::min(64 * (b + 1), s.length()); j++) { n += s.lost[j]; }
+        for (int j = 64 * b; j < std::min(64 * (b + 1), s.length()); j++) {
+            n += s.lost[j];
+        }
         return n;
     }
 
@@ -243,13 +303,19 @@ private:
         block.pages.resize(config_.layers.size());
         for (size_t layer = 0; layer < config_.layers.size(); layer++) {
             const CacheLayer& l = config_.layers[layer];
-            if (!l.stores || l.window > 0) { continue; }
+            if (!l.stores || l.window > 0) {
+                continue;
+            }
             const PageFormat format = page_format(*config_.recipe, l.dim_k, l.dim_v);
             for (int head = 0; head < l.n_head_kv; head++) {
                 std::vector<bf16> k, v;
                 for (int j = 64 * b; j < 64 * (b + 1); j++) {
-                    for (float x : row(s.tokens[j], int(layer), Side::k, head, l.dim_k)) { k.push_back(to_bf16(x)); }
-                    for (float x : row(s.tokens[j], int(layer), Side::v, head, l.dim_v)) { v.push_back(to_bf16(x)); }
+                    for (float x : row(s.tokens[j], int(layer), Side::k, head, l.dim_k)) {
+                        k.push_back(to_bf16(x));
+                    }
+                    for (float x : row(s.tokens[j], int(layer), Side::v, head, l.dim_v)) {
+                        v.push_back(to_bf16(x));
+                    }
                 }
                 Bytes page(format.bytes());
                 encode_page(*config_.recipe, format, config_.tables[layer][head], k, v, page.data(), lost_in(s, b),
@@ -267,14 +333,17 @@ private:
 inline Bytes first_rows(const CacheConfig& config, int layer, int head, int rows, const std::byte* page) {
     const CacheLayer& l = config.layers[layer];
     const PageFormat format = page_format(*config.recipe, l.dim_k, l.dim_v);
-    if (rows == 64) { return Bytes(page, page + format.bytes()); }
+    if (rows == 64) {
+        return Bytes(page, page + format.bytes());
+    }
     const std::vector<bf16> k(64 * l.dim_k), v(64 * l.dim_v);
     Bytes result(format.bytes());
     encode_page(*config.recipe, format, config.tables[layer][head], k, v, result.data(), rows, page);
     return result;
 }
 
-// A query at `position` that sees tokens below `end`. Its rule counts tokens to `newest`: itself, or the first of its chunk.
+// A query at `position` that sees tokens below `end`. Its rule counts tokens to `newest`: itself, or the first of its
+// chunk.
 struct Query {
     uint32_t sequence;
     int position, newest, end;
@@ -288,17 +357,21 @@ inline std::string difference(const Cache& cache, const Model& model, const Quer
     const int coded_end = model.coded_end(s, newest);
     for (size_t layer = 0; layer < config.layers.size(); layer++) {
         const CacheLayer& l = config.layers[layer];
-        if (!l.stores) { continue; }
+        if (!l.stores) {
+            continue;
+        }
         const PageFormat exact = bf16_format(l.dim_k, l.dim_v);
         const SequenceView& view = cache.views(int(layer))[sequence];
         for (int j = l.window == 0 ? 0 : std::max(0, position + 1 - l.window); j < end; j++) {
             const auto where = [&, layer = layer](const char* what) {
-                return fmt::format("sequence {} layer {} query {} token {} of {}: {}", query.sequence, layer, query.position, j,
-                                   s.length(), what);
+                return fmt::format("sequence {} layer {} query {} token {} of {}: {}", query.sequence, layer,
+                                   query.position, j, s.length(), what);
             };
             const bool read_exact = l.window > 0 || j < config.sink || j >= coded_end;
             const BlockTable& table = read_exact ? view.exact : view.coded;
-            if (table.ids[j / 64] == kNoBlock) { return where(read_exact ? "no exact block" : "no coded block"); }
+            if (table.ids[j / 64] == kNoBlock) {
+                return where(read_exact ? "no exact block" : "no coded block");
+            }
             for (int head = 0; head < l.n_head_kv; head++) {
                 const std::byte* block = table.block(j / 64);
                 if (read_exact) {
@@ -306,10 +379,14 @@ inline std::string difference(const Cache& cache, const Model& model, const Quer
                     const auto k = row(s.tokens[j], int(layer), Side::k, head, l.dim_k);
                     const auto v = row(s.tokens[j], int(layer), Side::v, head, l.dim_v);
                     for (int i = 0; i < l.dim_k; i++) {
-                        if (key_at(exact, page, j % 64, i).bits != to_bf16(k[i]).bits) { return where("exact key differs"); }
+                        if (key_at(exact, page, j % 64, i).bits != to_bf16(k[i]).bits) {
+                            return where("exact key differs");
+                        }
                     }
                     for (int i = 0; i < l.dim_v; i++) {
-                        if (value_at(exact, page, j % 64, i).bits != to_bf16(v[i]).bits) { return where("exact value differs"); }
+                        if (value_at(exact, page, j % 64, i).bits != to_bf16(v[i]).bits) {
+                            return where("exact value differs");
+                        }
                     }
                 } else if (j % 64 == 0 || j == config.sink) {
                     const ModelBlock& expected = s.blocks.at(j / 64);

@@ -2,7 +2,6 @@
 #include "cache_model.h"
 
 #include <crumb/error.h>
-
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
@@ -13,7 +12,19 @@ using namespace crumb::test;
 
 namespace {
 
-enum class Kind { append, append_many, crop, crop_little, fork, clear, save_restore, checkpoint, rewind, abandon, last };
+enum class Kind {
+    append,
+    append_many,
+    crop,
+    crop_little,
+    fork,
+    clear,
+    save_restore,
+    checkpoint,
+    rewind,
+    abandon,
+    last
+};
 
 struct Op {
     Kind kind;
@@ -22,38 +33,61 @@ struct Op {
 };
 
 std::ostream& operator<<(std::ostream& out, const Op& op) {
-    static const char* const names[] = {"append", "append_many", "crop", "crop_little", "fork", "clear", "save_restore",
-                                        "checkpoint", "rewind", "abandon"};
+    static const char* const names[] = {"append", "append_many",  "crop",       "crop_little", "fork",
+                                        "clear",  "save_restore", "checkpoint", "rewind",      "abandon"};
     return out << names[int(op.kind)] << "(" << op.a << ", " << op.b << ", " << op.amount << ")";
 }
 
 rc::Gen<Op> any_op(int n_sequences) {
     using namespace rc;
-    const auto kind = gen::weightedOneOf<Kind>({{6, gen::just(Kind::append)},
-                                                {6, gen::just(Kind::append_many)},
-                                                {6, gen::map(gen::inRange(0, int(Kind::last)), [](int k) { return Kind(k); })}});
+    const auto kind =
+        gen::weightedOneOf<Kind>({{6, gen::just(Kind::append)},
+                                  {6, gen::just(Kind::append_many)},
+                                  {6, gen::map(gen::inRange(0, int(Kind::last)), [](int k) { return Kind(k); })}});
     return gen::construct<Op>(kind, gen::inRange<uint32_t>(0, n_sequences), gen::inRange<uint32_t>(0, n_sequences),
                               gen::inRange(0, 1000));
 }
 
 class Trace {
-public:
-    explicit Trace(const Scenario& scenario) : scenario_(scenario), cache_(config_of(scenario)), model_(cache_.config()) {}
+  public:
+    explicit Trace(const Scenario& scenario)
+        : scenario_(scenario), cache_(config_of(scenario)), model_(cache_.config()) {}
 
     void apply(const Op& op) {
         const ModelSequence& a = model_.sequences[op.a];
         switch (op.kind) {
-            case Kind::append: append({{op.a, 1 + op.amount % 8}}, op.amount); break;
-            case Kind::append_many: append({{op.a, op.amount % (scenario_.step - 7)}, {op.b, op.amount % 8}}, op.amount); break;
-            case Kind::crop: crop(op.a, a.length() * op.amount / 1000); break;
-            case Kind::crop_little: crop(op.a, std::max(0, a.length() - op.amount % 20)); break;
-            case Kind::fork: fork(op.a, op.b, a.length() - (a.length() * op.amount / 1000) * (op.amount % 2)); break;
-            case Kind::clear: crop(op.a, 0); break;
-            case Kind::save_restore: save_restore(op.a, op.b); break;
-            case Kind::checkpoint: checkpoints_[op.a] = {save(cache_, op.a, true), trimmed(a)}; break;
-            case Kind::rewind: rewind(op.a); break;
-            case Kind::abandon: abandon(op.a, 1 + op.amount % 100, op.amount); break;
-            case Kind::last: break;
+            case Kind::append:
+                append({{op.a, 1 + op.amount % 8}}, op.amount);
+                break;
+            case Kind::append_many:
+                append({{op.a, op.amount % (scenario_.step - 7)}, {op.b, op.amount % 8}}, op.amount);
+                break;
+            case Kind::crop:
+                crop(op.a, a.length() * op.amount / 1000);
+                break;
+            case Kind::crop_little:
+                crop(op.a, std::max(0, a.length() - op.amount % 20));
+                break;
+            case Kind::fork:
+                fork(op.a, op.b, a.length() - (a.length() * op.amount / 1000) * (op.amount % 2));
+                break;
+            case Kind::clear:
+                crop(op.a, 0);
+                break;
+            case Kind::save_restore:
+                save_restore(op.a, op.b);
+                break;
+            case Kind::checkpoint:
+                checkpoints_[op.a] = {save(cache_, op.a, true), trimmed(a)};
+                break;
+            case Kind::rewind:
+                rewind(op.a);
+                break;
+            case Kind::abandon:
+                abandon(op.a, 1 + op.amount % 100, op.amount);
+                break;
+            case Kind::last:
+                break;
         }
         for (uint32_t i = 0; i < model_.sequences.size(); i++) {
             const int length = model_.sequences[i].length();
@@ -67,7 +101,9 @@ public:
     }
 
     void finish() {
-        for (uint32_t i = 0; i < model_.sequences.size(); i++) { cache_.crop(i, 0); }
+        for (uint32_t i = 0; i < model_.sequences.size(); i++) {
+            cache_.crop(i, 0);
+        }
         const CacheCounters counters = cache_.counters();
         RC_ASSERT(counters.blocks_in_use == 0u);
         RC_ASSERT(counters.shared_blocks == 0u);
@@ -75,7 +111,7 @@ public:
         RC_ASSERT(counters.window_blocks_in_use == 0u);
     }
 
-private:
+  private:
     struct Part {
         uint32_t sequence;
         int count;
@@ -87,7 +123,9 @@ private:
         for (bool more = true; more;) {
             more = false;
             for (Part& part : parts) {
-                if (part.count-- <= 0) { continue; }
+                if (part.count-- <= 0) {
+                    continue;
+                }
                 tokens.push_back({part.sequence, next_token_++});
                 more = true;
             }
@@ -98,17 +136,27 @@ private:
     bool must_fit(const std::vector<StepToken>& tokens) const {
         std::vector<int> lengths;
         int total = 0;
-        for (const ModelSequence& s : model_.sequences) { lengths.push_back(s.length()); }
-        for (const StepToken& t : tokens) { lengths[t.sequence]++; }
-        for (const int length : lengths) { total += length; }
+        for (const ModelSequence& s : model_.sequences) {
+            lengths.push_back(s.length());
+        }
+        for (const StepToken& t : tokens) {
+            lengths[t.sequence]++;
+        }
+        for (const int length : lengths) {
+            total += length;
+        }
         return total <= cache_.config().tokens_total && within_length(tokens);
     }
 
     bool within_length(const std::vector<StepToken>& tokens) const {
         std::vector<int> lengths;
-        for (const ModelSequence& s : model_.sequences) { lengths.push_back(s.length()); }
+        for (const ModelSequence& s : model_.sequences) {
+            lengths.push_back(s.length());
+        }
         for (const StepToken& t : tokens) {
-            if (++lengths[t.sequence] > scenario_.tokens) { return false; }
+            if (++lengths[t.sequence] > scenario_.tokens) {
+                return false;
+            }
         }
         return true;
     }
@@ -116,21 +164,33 @@ private:
     bool begin(const std::vector<StepToken>& tokens) {
         const std::vector<Append> appends = appends_of(tokens);
         const bool fits = cache_.fits(appends);
-        if (must_fit(tokens)) { RC_ASSERT(fits); }
-        if (!within_length(tokens)) { RC_ASSERT(!fits); }
+        if (must_fit(tokens)) {
+            RC_ASSERT(fits);
+        }
+        if (!within_length(tokens)) {
+            RC_ASSERT(!fits);
+        }
         RC_ASSERT(cache_.begin(appends) == fits);
-        if (!fits) { return false; }
+        if (!fits) {
+            return false;
+        }
         model_.begin();
-        for (const StepToken& t : tokens) { model_.append(t.sequence, t.token); }
+        for (const StepToken& t : tokens) {
+            model_.append(t.sequence, t.token);
+        }
         model_.encode_due();
         return true;
     }
 
     void append(const std::vector<Part>& parts, int seed) {
         const std::vector<StepToken> tokens = tokens_of(parts);
-        if (tokens.empty() || !begin(tokens)) { return; }
+        if (tokens.empty() || !begin(tokens)) {
+            return;
+        }
         for (size_t layer = 0; layer < cache_.config().layers.size(); layer++) {
-            if (cache_.config().layers[layer].stores) { store_layer(cache_, int(layer), tokens, 1 + seed % 3); }
+            if (cache_.config().layers[layer].stores) {
+                store_layer(cache_, int(layer), tokens, 1 + seed % 3);
+            }
         }
         check_plans(tokens);
     }
@@ -138,7 +198,9 @@ private:
     void check_plans(const std::vector<StepToken>& tokens) {
         for (size_t layer = 0; layer < cache_.config().layers.size(); layer++) {
             const CacheLayer& l = cache_.config().layers[layer];
-            if (!l.stores) { continue; }
+            if (!l.stores) {
+                continue;
+            }
             const auto rows = cache_.plan(int(layer)).rows();
             RC_ASSERT(rows.size() == tokens.size());
             for (size_t i = 0; i < rows.size(); i++) {
@@ -153,7 +215,9 @@ private:
                 const int newest = scenario_.prefill == PrefillRule::exact ? s.length_before : row.position;
                 RC_ASSERT(row.coded_end == (l.window == 0 ? model_.coded_end(s, newest) : 0));
                 const bool first_or_last = !adjacent || row.position + 1 == s.length();
-                if (first_or_last) { RC_ASSERT(difference(cache_, model_, {row.sequence, row.position, newest, row.end}) == ""); }
+                if (first_or_last) {
+                    RC_ASSERT(difference(cache_, model_, {row.sequence, row.position, newest, row.end}) == "");
+                }
             }
         }
     }
@@ -162,14 +226,20 @@ private:
         ModelSequence& s = model_.sequences[sequence];
         const bool possible = length == 0 || length >= model_.lowest_crop(s);
         RC_ASSERT(cache_.crop(sequence, length) == possible);
-        if (possible) { model_.crop(s, length); }
+        if (possible) {
+            model_.crop(s, length);
+        }
     }
 
     void fork(uint32_t from, uint32_t to, int length) {
-        if (from == to) { return crop(from, length); }
+        if (from == to) {
+            return crop(from, length);
+        }
         const bool possible = length == 0 || length >= model_.lowest_crop(model_.sequences[from]);
         RC_ASSERT(cache_.fork(from, to, length) == possible);
-        if (possible) { model_.fork(from, to, length); }
+        if (possible) {
+            model_.fork(from, to, length);
+        }
     }
 
     ModelSequence trimmed(ModelSequence s) const {
@@ -192,14 +262,18 @@ private:
 
     // As a server that goes back to a checkpoint of the sliding windows.
     void rewind(uint32_t sequence) {
-        if (!checkpoints_.contains(sequence)) { return; }
+        if (!checkpoints_.contains(sequence)) {
+            return;
+        }
         const auto& [bytes, then] = checkpoints_.at(sequence);
         ModelSequence& s = model_.sequences[sequence];
         if (then.length() > s.length()) {
             RC_ASSERT_THROWS_AS(restore(cache_, sequence, bytes, true), Error);
             return;
         }
-        if (!std::equal(then.tokens.begin(), then.tokens.end(), s.tokens.begin())) { return; }
+        if (!std::equal(then.tokens.begin(), then.tokens.end(), s.tokens.begin())) {
+            return;
+        }
         restore(cache_, sequence, bytes, true);
         model_.crop(s, then.length());
         s.window_first = then.window_first;
@@ -209,23 +283,32 @@ private:
     // A step that stops after some layers and is cropped away.
     void abandon(uint32_t sequence, int count, int seed) {
         const std::vector<StepToken> tokens = tokens_of({{sequence, count}});
-        if (!begin(tokens)) { return; }
-        if (seed % 2 == 0) { store_layer(cache_, 0, tokens); }
+        if (!begin(tokens)) {
+            return;
+        }
+        if (seed % 2 == 0) {
+            store_layer(cache_, 0, tokens);
+        }
         crop(sequence, model_.sequences[sequence].length_before);
     }
 
-    // Pools hold what the tables name, once however often it is shared; coded blocks that were encoded again in the last
-    // step wait for the next.
+    // Pools hold what the tables name, once however often it is shared; coded blocks that were encoded again in the
+    // last step wait for the next.
     void check_accounts() {
         std::set<uint32_t> coded, exact, window;
         for (size_t layer = 0; layer < cache_.config().layers.size(); layer++) {
+            if (!cache_.config().layers[layer].stores) {
+                continue;
+            }
+            const bool windowed = cache_.config().layers[layer].window > 0;
             for (const SequenceView& view : cache_.views(int(layer))) {
-                const bool windowed = cache_.config().layers[layer].window > 0;
                 coded.insert(view.coded.ids.begin(), view.coded.ids.end());
                 (windowed ? window : exact).insert(view.exact.ids.begin(), view.exact.ids.end());
             }
         }
-        for (auto* ids : {&coded, &exact, &window}) { ids->erase(kNoBlock); }
+        for (auto* ids : {&coded, &exact, &window}) {
+            ids->erase(kNoBlock);
+        }
         const CacheCounters counters = cache_.counters();
         RC_ASSERT(counters.exact_blocks_in_use == exact.size());
         RC_ASSERT(counters.window_blocks_in_use == window.size());
@@ -243,11 +326,11 @@ private:
 rc::Gen<Scenario> any_scenario() {
     using namespace rc;
     return gen::build<Scenario>(gen::set(&Scenario::recipe, gen::element<std::string>("had2", "quarot:paper", "bf16")),
-                             gen::set(&Scenario::sink, gen::element(0, 4, 64, 100)),
-                             gen::set(&Scenario::recent, gen::element(0, 1, 63, 64, 256)),
-                             gen::set(&Scenario::window, gen::element(0, 16, 100, 200)),
-                             gen::set(&Scenario::prefill, gen::element(PrefillRule::position, PrefillRule::exact)),
-                             gen::set(&Scenario::tokens_total, gen::element(0, 900)));
+                                gen::set(&Scenario::sink, gen::element(0, 4, 64, 100)),
+                                gen::set(&Scenario::recent, gen::element(0, 1, 63, 64, 256)),
+                                gen::set(&Scenario::window, gen::element(0, 16, 100, 200)),
+                                gen::set(&Scenario::prefill, gen::element(PrefillRule::position, PrefillRule::exact)),
+                                gen::set(&Scenario::tokens_total, gen::element(0, 900)));
 }
 
 }  // namespace
@@ -255,10 +338,12 @@ rc::Gen<Scenario> any_scenario() {
 TEST(CacheModel, RandomTraces) {
     const bool ok = rc::check("the cache reads back what the model says", [] {
         const Scenario scenario = *any_scenario();
-        RC_LOG() << "recipe " << scenario.recipe << " sink " << scenario.sink << " recent " << scenario.recent << " window "
-                 << scenario.window << " total " << scenario.tokens_total << "\n";
+        RC_LOG() << "recipe " << scenario.recipe << " sink " << scenario.sink << " recent " << scenario.recent
+                 << " window " << scenario.window << " total " << scenario.tokens_total << "\n";
         Trace trace(scenario);
-        for (const Op& op : *rc::gen::container<std::vector<Op>>(any_op(scenario.n_sequences))) { trace.apply(op); }
+        for (const Op& op : *rc::gen::container<std::vector<Op>>(any_op(scenario.n_sequences))) {
+            trace.apply(op);
+        }
         trace.finish();
     });
     EXPECT_TRUE(ok);

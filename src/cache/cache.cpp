@@ -1,18 +1,22 @@
 // Sequences: what crop and fork do to extents and tables.
-#include "cache/state.h"
-
 #include <crumb/error.h>
 
 #include <algorithm>
 #include <utility>
+
+#include "cache/state.h"
 
 namespace crumb {
 namespace {
 
 // Calls use(block) for the blocks of `range` that are not in `other`.
 void for_each_outside(BlockRange range, BlockRange other, auto use) {
-    for (int32_t b = range.begin; b < std::min(range.end, other.begin); b++) { use(b); }
-    for (int32_t b = std::max(range.begin, other.end); b < range.end; b++) { use(b); }
+    for (int32_t b = range.begin; b < std::min(range.end, other.begin); b++) {
+        use(b);
+    }
+    for (int32_t b = std::max(range.begin, other.end); b < range.end; b++) {
+        use(b);
+    }
 }
 
 void move(Pool& pool, std::vector<uint32_t>& ids, BlockRange from, BlockRange to) {
@@ -29,29 +33,40 @@ void move(Pool& pool, std::vector<uint32_t>& ids, BlockRange from, BlockRange to
 void share(Pool& pool, const std::vector<uint32_t>& from, std::vector<uint32_t>& to) {
     for (size_t b = 0; b < from.size(); b++) {
         to[b] = from[b];
-        if (to[b] != kNoBlock) { pool.hold(to[b]); }
+        if (to[b] != kNoBlock) {
+            pool.hold(to[b]);
+        }
     }
 }
 
 }  // namespace
 
 Cache::State::State(CacheConfig c, CacheShape shape)
-    : config(std::move(c)), rules(config), coded(std::move(shape.coded)), exact(std::move(shape.exact)),
+    : config(std::move(c)),
+      rules(config),
+      coded(std::move(shape.coded)),
+      exact(std::move(shape.exact)),
       window(std::move(shape.window)) {
     CRUMB_ASSERT(!config.recipe->coded() || config.tables.size() == config.layers.size());
     const std::vector<uint32_t> none(blocks_for(config.tokens_per_sequence), kNoBlock);
     sequences.resize(config.n_sequences);
-    for (Sequence& sequence : sequences) { sequence.coded = sequence.exact = sequence.window = none; }
+    for (Sequence& sequence : sequences) {
+        sequence.coded = sequence.exact = sequence.window = none;
+    }
 
     const size_t n_layer = config.layers.size();
     plan_of.resize(n_layer);
     views.resize(n_layer);
     for (size_t i = 0; i < n_layer; i++) {
         const CacheLayer& layer = config.layers[i];
-        if (!layer.stores) { continue; }
+        if (!layer.stores) {
+            continue;
+        }
         CRUMB_ASSERT(!is_coded(layer) || !config.recipe->coded() || int(config.tables[i].size()) == layer.n_head_kv);
         plan_of[i] = size_t(std::ranges::find(windows, layer.window) - windows.begin());
-        if (plan_of[i] == windows.size()) { windows.push_back(layer.window); }
+        if (plan_of[i] == windows.size()) {
+            windows.push_back(layer.window);
+        }
         const auto table = [i](const Pool& pool, const std::vector<uint32_t>& ids) {
             return BlockTable{pool.base(int(i)), pool.shape().slabs[i].stride(), ids};
         };
@@ -82,18 +97,24 @@ void Cache::State::reshape(Sequence& s, const Extent& to) {
 }
 
 void Cache::State::settle(Sequence& s) {
-    if (s.source != kNoBlock) { coded.release(std::exchange(s.source, kNoBlock)); }
+    if (s.source != kNoBlock) {
+        coded.release(std::exchange(s.source, kNoBlock));
+    }
     s.before = s.extent;
 }
 
-// A step that is cropped away entirely may have been abandoned before its blocks were encoded, so their codes go too: the
-// exact rows are still there, and encoding them again gives the same bytes.
+// A step that is cropped away entirely may have been abandoned before its blocks were encoded, so their codes go too:
+// the exact rows are still there, and encoding them again gives the same bytes.
 void Cache::State::crop(Sequence& s, int32_t length) {
     Extent now = s.extent;
-    if (length >= now.length) { return; }
+    if (length >= now.length) {
+        return;
+    }
     if (length <= s.before.length) {
         now.coded_end = std::min(now.coded_end, s.before.coded_end);
-        if (s.source != kNoBlock) { std::swap(s.coded[now.exact_begin / kPageTokens], s.source); }
+        if (s.source != kNoBlock) {
+            std::swap(s.coded[now.exact_begin / kPageTokens], s.source);
+        }
     }
     const Extent next = rules.cropped(now, length);
     // Tokens that enter the window again without their BF16 rows.
@@ -102,10 +123,12 @@ void Cache::State::crop(Sequence& s, int32_t length) {
     counters.aged_early_tokens += uint64_t(std::max(0, aged_end - aged_begin));
     reshape(s, next);
     settle(s);
-    // A block of codes that the crop went through has BF16 rows again: later tokens fill the upper ones, nothing reads the
-    // lower ones, but they must not be what somebody else left there.
+    // A block of codes that the crop went through has BF16 rows again: later tokens fill the upper ones, nothing reads
+    // the lower ones, but they must not be what somebody else left there.
     const int32_t block = next.exact_begin / kPageTokens;
-    if (next.exact_begin % kPageTokens != 0 && block < now.exact_begin / kPageTokens) { exact.clear(s.exact[block]); }
+    if (next.exact_begin % kPageTokens != 0 && block < now.exact_begin / kPageTokens) {
+        exact.clear(s.exact[block]);
+    }
 }
 
 Cache::Cache(CacheConfig config) {
@@ -140,16 +163,22 @@ int32_t Cache::lowest_crop(uint32_t sequence) const { return state_->rules.lowes
 
 bool Cache::crop(uint32_t sequence, int32_t length) {
     CRUMB_ASSERT(length >= 0);
-    if (length != 0 && length < lowest_crop(sequence)) { return false; }
+    if (length != 0 && length < lowest_crop(sequence)) {
+        return false;
+    }
     state_->crop(state_->at(sequence), length);
     return true;
 }
 
 // All blocks are shared, the partial ones as well: who writes to a shared block first gets a copy of it (step.cpp).
 bool Cache::fork(uint32_t from, uint32_t to, int32_t length) {
-    if (from == to) { return crop(from, length); }
+    if (from == to) {
+        return crop(from, length);
+    }
     CRUMB_ASSERT(length >= 0);
-    if (length != 0 && length < lowest_crop(from)) { return false; }
+    if (length != 0 && length < lowest_crop(from)) {
+        return false;
+    }
     State& state = *state_;
     const Sequence& source = state.at(from);
     Sequence& copy = state.at(to);
@@ -162,8 +191,14 @@ bool Cache::fork(uint32_t from, uint32_t to, int32_t length) {
     return true;
 }
 
-const AttentionPlan& Cache::plan(int layer) const { return state_->step.plans[state_->plan_of[layer]]; }
+const AttentionPlan& Cache::plan(int layer) const {
+    CRUMB_ASSERT(state_->config.layers[layer].stores);
+    return state_->step.plans[state_->plan_of[layer]];
+}
 
-std::span<const SequenceView> Cache::views(int layer) const { return state_->views[layer]; }
+std::span<const SequenceView> Cache::views(int layer) const {
+    CRUMB_ASSERT(state_->config.layers[layer].stores);
+    return state_->views[layer];
+}
 
 }  // namespace crumb

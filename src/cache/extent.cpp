@@ -5,8 +5,8 @@
 namespace crumb {
 namespace {
 
-// Window blocks are kept this much longer than they are needed, so that the small rollbacks of speculative decoding find
-// their windows complete.
+// Window blocks are kept this much longer than they are needed, so that the small rollbacks of speculative decoding
+// find their windows complete.
 constexpr int32_t kWindowSlack = 64;
 
 BlockRange range(int64_t begin, int64_t end) { return {int32_t(begin), int32_t(std::max(begin, end))}; }
@@ -18,7 +18,9 @@ int32_t coded_edge(int32_t position, int recent) { return round_down(std::max(0,
 Rules::Rules(const CacheConfig& config)
     : sink(config.sink), recent(config.recent), longest(int32_t(config.tokens_per_sequence)) {
     for (const CacheLayer& layer : config.layers) {
-        if (layer.stores) { window = std::max(window, layer.window); }
+        if (layer.stores) {
+            window = std::max(window, layer.window);
+        }
     }
 }
 
@@ -51,7 +53,9 @@ Extent Rules::appended(Extent e, int32_t tokens) const {
 }
 
 Extent Rules::cropped(Extent e, int32_t length) const {
-    if (length == 0) { return {}; }
+    if (length == 0) {
+        return {};
+    }
     e.length = length;
     e.coded_end = std::min(e.coded_end, round_down(length));
     e.exact_begin = length <= blocks_for(sink) * kPageTokens ? 0 : std::min(e.exact_begin, length);
@@ -60,7 +64,9 @@ Extent Rules::cropped(Extent e, int32_t length) const {
 
 Extent Rules::trimmed(Extent e) const {
     const int32_t unwanted = std::min(edge(e.length), e.coded_end);
-    if (unwanted > blocks_for(sink) * kPageTokens) { e.exact_begin = std::max(e.exact_begin, unwanted); }
+    if (unwanted > blocks_for(sink) * kPageTokens) {
+        e.exact_begin = std::max(e.exact_begin, unwanted);
+    }
     if (window > 0) {
         e.window_begin = std::max(e.window_begin, round_down(std::max(0, e.length + 1 - window - kWindowSlack)));
     }
@@ -68,14 +74,18 @@ Extent Rules::trimmed(Extent e) const {
 }
 
 bool Rules::possible(const Extent& e) const {
-    const bool length = 0 <= e.length && e.length <= longest;
-    const bool coded = e.coded_end % kPageTokens == 0 && edge(e.length - 1) <= e.coded_end &&
-                       e.coded_end <= std::min(round_down(e.length), edge(longest - 1));
-    const bool exact = 0 <= e.exact_begin && e.exact_begin <= e.length && round_down(e.exact_begin) <= e.coded_end &&
+    const auto within = [](int32_t position, int32_t end) { return 0 <= position && position <= end; };
+    if (!within(e.length, longest) || !within(e.coded_end, e.length) || !within(e.exact_begin, e.length) ||
+        !within(e.window_begin, e.length)) {
+        return false;
+    }
+    const bool coded =
+        e.coded_end % kPageTokens == 0 && edge(e.length - 1) <= e.coded_end && e.coded_end <= edge(longest - 1);
+    const bool exact = round_down(e.exact_begin) <= e.coded_end &&
                        (e.exact_begin == 0 || e.exact_begin > blocks_for(sink) * kPageTokens);
-    const bool windows = 0 <= e.window_begin && e.window_begin % kPageTokens == 0 &&
-                         (window > 0 ? lowest_crop(e) <= e.length : e.window_begin == 0);
-    return length && coded && exact && windows && trimmed(e) == e;
+    const bool windows =
+        e.window_begin % kPageTokens == 0 && (window > 0 ? lowest_crop(e) <= e.length : e.window_begin == 0);
+    return coded && exact && windows && trimmed(e) == e;
 }
 
 // Between steps, after trimming, with n = length:

@@ -1,15 +1,15 @@
 // What a sequence holds, as four positions. Every operation of the cache is a function from extents to extents; the
-// tables of block ids only follow. So what is held depends on positions alone, saved states need no tables, and the sizes
-// of the pools can be proved.
+// tables of block ids only follow. So what is held depends on positions alone, saved states need no tables, and the
+// sizes of the pools can be proved.
 //
 //   0        sink              exact_begin        coded_end          length
 //   | exact   | codes           | codes and exact  | exact            |
 //
-// Blocks of sinks stay exact for ever. Demotion encodes blocks below edge(length - 1), so coded_end is never less. Trimming
-// frees other exact blocks that are encoded and that the next token cannot want, so exact_begin is at most edge(length);
-// it is 0 as long as nothing was freed. A crop below exact_begin makes it the new length: then tokens inside the window
-// are known through their codes only ("aged early"), and if it is no multiple of 64, so are the first rows of a block whose
-// other rows will be exact.
+// Blocks of sinks stay exact for ever. Demotion encodes blocks below edge(length - 1), so coded_end is never less.
+// Trimming frees other exact blocks that are encoded and that the next token cannot want, so exact_begin is at most
+// edge(length); it is 0 as long as nothing was freed. A crop below exact_begin makes it the new length: then tokens
+// inside the window are known through their codes only ("aged early"), and if it is no multiple of 64, so are the first
+// rows of a block whose other rows will be exact.
 #pragma once
 
 #include <crumb/cache.h>
@@ -40,7 +40,7 @@ constexpr int32_t round_down(int32_t position) { return position / kPageTokens *
 struct Rules {
     int32_t sink = 0;
     int32_t recent = 0;
-    int32_t window = 0;  // the widest sliding window; 0: the model has none
+    int32_t window = 0;   // the widest sliding window; 0: the model has none
     int32_t longest = 0;  // tokens per sequence
 
     explicit Rules(const CacheConfig& config);

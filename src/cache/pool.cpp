@@ -9,21 +9,29 @@ namespace crumb {
 
 size_t PoolShape::block_bytes() const {
     size_t bytes = 0;
-    for (const SlabShape& slab : slabs) { bytes += slab.stride(); }
+    for (const SlabShape& slab : slabs) {
+        bytes += slab.stride();
+    }
     return bytes;
 }
 
 Pool::Pool(PoolShape shape)
     : shape_(std::move(shape)), slabs_(shape_.slabs.size()), free_(shape_.n_blocks), references_(shape_.n_blocks) {
-    for (size_t i = 0; i < free_.size(); i++) { free_[i] = uint32_t(free_.size() - 1 - i); }
+    for (size_t i = 0; i < free_.size(); i++) {
+        free_[i] = uint32_t(free_.size() - 1 - i);
+    }
     for (size_t layer = 0; layer < slabs_.size(); layer++) {
         const size_t bytes = free_.size() * shape_.slabs[layer].stride();
-        if (bytes == 0) { continue; }
+        if (bytes == 0) {
+            continue;
+        }
         slabs_[layer].reset(static_cast<std::byte*>(::operator new(bytes, kAlignment, std::nothrow)));
         if (!slabs_[layer]) {
-            fail("no memory for the KV cache: its {} blocks take {:.1f} MiB ({} of 64 tokens) and layer {} got none. Use a "
-                 "smaller context (-c) or fewer sequences (-np)",
-                 shape_.name, double(shape_.bytes()) / (1 << 20), free_.size(), layer);
+            fail(
+                "no memory for the KV cache: its {} blocks take {:.1f} MiB ({} of 64 tokens) and layer {} got none. "
+                "Use a "
+                "smaller context (-c) or fewer sequences (-np)",
+                shape_.name, double(shape_.bytes()) / (1 << 20), free_.size(), layer);
         }
         allocated_ += bytes;
     }
@@ -39,20 +47,28 @@ uint32_t Pool::take() {
 
 void Pool::hold(uint32_t id) {
     CRUMB_ASSERT(id < references_.size() && references_[id] > 0);
-    if (++references_[id] == 2) { shared_++; }
+    if (++references_[id] == 2) {
+        shared_++;
+    }
 }
 
 void Pool::release(uint32_t id) {
     CRUMB_ASSERT(id < references_.size() && references_[id] > 0);
-    if (--references_[id] == 1) { shared_--; }
-    if (references_[id] == 0) { free_.push_back(id); }
+    if (--references_[id] == 1) {
+        shared_--;
+    }
+    if (references_[id] == 0) {
+        free_.push_back(id);
+    }
 }
 
 size_t Pool::freed_by(std::vector<uint32_t> ids) const {
     std::ranges::sort(ids);
     size_t freed = 0;
     for (size_t i = 0, next = 0; i < ids.size(); i = next) {
-        while (next < ids.size() && ids[next] == ids[i]) { next++; }
+        while (next < ids.size() && ids[next] == ids[i]) {
+            next++;
+        }
         freed += references_[ids[i]] == next - i;
     }
     return freed;
@@ -60,13 +76,17 @@ size_t Pool::freed_by(std::vector<uint32_t> ids) const {
 
 void Pool::copy(uint32_t from, uint32_t to) {
     for (size_t layer = 0; layer < slabs_.size(); layer++) {
-        if (slabs_[layer]) { std::memcpy(block(layer, to), block(layer, from), shape_.slabs[layer].stride()); }
+        if (slabs_[layer]) {
+            std::memcpy(block(layer, to), block(layer, from), shape_.slabs[layer].stride());
+        }
     }
 }
 
 void Pool::clear(uint32_t id) {
     for (size_t layer = 0; layer < slabs_.size(); layer++) {
-        if (slabs_[layer]) { std::memset(block(layer, id), 0, shape_.slabs[layer].stride()); }
+        if (slabs_[layer]) {
+            std::memset(block(layer, id), 0, shape_.slabs[layer].stride());
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-// Blocks of one kind: a slab of memory a layer, a free list and reference counts. Block i is record i of every slab, so a
-// block id is good for all layers. Memory is reserved at once and becomes physical when it is written.
+// Blocks of one kind: a slab of memory a layer, a free list and reference counts. Block i is record i of every slab, so
+// a block id is good for all layers. Memory is reserved at once and becomes physical when it is written.
 #pragma once
 
 #include <crumb/page.h>
@@ -22,7 +22,7 @@ struct SlabShape {
 };
 
 struct PoolShape {
-    std::string_view name;         // for people
+    std::string_view name;  // for people
     int64_t n_blocks = 0;
     std::vector<SlabShape> slabs;  // by model layer
     size_t block_bytes() const;    // of a block in all layers
@@ -30,7 +30,7 @@ struct PoolShape {
 };
 
 class Pool {
-public:
+  public:
     // Throws Error that says what to type if there is not enough memory.
     explicit Pool(PoolShape shape);
 
@@ -56,7 +56,7 @@ public:
     void copy(uint32_t from, uint32_t to);
     void clear(uint32_t id);
 
-private:
+  private:
     static constexpr std::align_val_t kAlignment{4096};
     struct Free {
         void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }

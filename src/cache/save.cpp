@@ -5,13 +5,11 @@
 //   extent (extent.h)                                                checksum
 //   a record a block: coded, then exact, then window blocks          its bytes in all layers, checksum
 //
-// Integers are little endian; a checksum is the XXH3-64 of all bytes before it. Which blocks follow is computed from the
-// extent, so a state carries no tables and no sizes: what is read is bounded by this cache's own configuration, whatever
-// the bytes say. What blocks still hold of tokens that were cropped away, or of other sequences, is not written.
-#include "cache/state.h"
-
+// Integers are little endian; a checksum is the XXH3-64 of all bytes before it. Which blocks follow is computed from
+// the extent, so a state carries no tables and no sizes: what is read is bounded by this cache's own configuration,
+// whatever the bytes say. What blocks still hold of tokens that were cropped away, or of other sequences, is not
+// written.
 #include <crumb/error.h>
-
 #include <xxhash.h>
 
 #include <algorithm>
@@ -19,6 +17,8 @@
 #include <cstring>
 #include <string>
 #include <utility>
+
+#include "cache/state.h"
 
 namespace crumb {
 namespace {
@@ -48,19 +48,19 @@ std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& l = config.layers[i];
         all.push_back({fmt::format("layer {}", i), !l.stores ? "stores nothing"
-                                                             : fmt::format("{} heads of {} + {}, window {}", l.n_head_kv,
-                                                                           l.dim_k, l.dim_v, l.window)});
+                                                             : fmt::format("{} heads of {} + {}, window {}",
+                                                                           l.n_head_kv, l.dim_k, l.dim_v, l.window)});
     }
     return all;
 }
 
 class Checksum {
-public:
+  public:
     Checksum() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
     void add(const void* data, size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
     uint64_t value() const { return XXH3_64bits_digest(state_.get()); }
 
-private:
+  private:
     struct Free {
         void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
     };
@@ -68,7 +68,7 @@ private:
 };
 
 class Writer {
-public:
+  public:
     explicit Writer(const Cache::Write& write) : write_(write) {}
     void bytes(const void* data, size_t n) {
         write_(data, n);
@@ -81,36 +81,41 @@ public:
     }
     void checksum() { number(checksum_.value()); }
 
-private:
+  private:
     const Cache::Write& write_;
     Checksum checksum_;
 };
 
 class Reader {
-public:
+  public:
     explicit Reader(const Cache::Read& read) : read_(read) {}
     void bytes(void* data, size_t n) {
         read_(data, n);
         checksum_.add(data, n);
     }
-    template <class T> T number() {
+    template <class T>
+    T number() {
         T x{};
         bytes(&x, sizeof x);
         return x;
     }
     std::string text() {
         const auto size = number<uint32_t>();
-        if (size > kLongestText) { fail("a saved sequence is damaged: a name of {} bytes in its header", size); }
+        if (size > kLongestText) {
+            fail("a saved sequence is damaged: a name of {} bytes in its header", size);
+        }
         std::string s(size, '\0');
         bytes(s.data(), size);
         return s;
     }
     void checksum(std::string_view part) {
         const uint64_t expected = checksum_.value();
-        if (number<uint64_t>() != expected) { fail("a saved sequence is damaged: wrong checksum of {}", part); }
+        if (number<uint64_t>() != expected) {
+            fail("a saved sequence is damaged: wrong checksum of {}", part);
+        }
     }
 
-private:
+  private:
     const Cache::Read& read_;
     Checksum checksum_;
 };
@@ -119,17 +124,23 @@ void write_header(Writer& out, const CacheConfig& config, bool windows_only, con
     out.number(kMagic);
     out.number(kStateVersion);
     out.number(uint32_t(kPageFormatVersion));
-    for (const Property& property : identity(config, windows_only)) { out.text(property.value); }
-    for (const int32_t position : {e.length, e.coded_end, e.exact_begin, e.window_begin}) { out.number(position); }
+    for (const Property& property : identity(config, windows_only)) {
+        out.text(property.value);
+    }
+    for (const int32_t position : {e.length, e.coded_end, e.exact_begin, e.window_begin}) {
+        out.number(position);
+    }
     out.checksum();
 }
 
 Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
-    if (in.number<uint64_t>() != kMagic) { fail("this is not a saved sequence of crumb"); }
+    if (in.number<uint64_t>() != kMagic) {
+        fail("this is not a saved sequence of crumb");
+    }
     const auto state = in.number<uint32_t>(), page = in.number<uint32_t>();
     if (state != kStateVersion || page != uint32_t(kPageFormatVersion)) {
-        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", state, page,
-             kStateVersion, kPageFormatVersion);
+        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", state,
+             page, kStateVersion, kPageFormatVersion);
     }
     for (const Property& property : identity(config, windows_only)) {
         const std::string found = in.text();
@@ -139,7 +150,9 @@ Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
         }
     }
     Extent e;
-    for (int32_t* position : {&e.length, &e.coded_end, &e.exact_begin, &e.window_begin}) { *position = in.number<int32_t>(); }
+    for (int32_t* position : {&e.length, &e.coded_end, &e.exact_begin, &e.window_begin}) {
+        *position = in.number<int32_t>();
+    }
     in.checksum("the header");
     return e;
 }
@@ -152,7 +165,9 @@ struct Contents {
     std::vector<int32_t> blocks;
 
     void add(BlockRange range) {
-        for (int32_t b = range.begin; b < range.end; b++) { blocks.push_back(b); }
+        for (int32_t b = range.begin; b < range.end; b++) {
+            blocks.push_back(b);
+        }
     }
 };
 
@@ -178,7 +193,8 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
     for (int head = 0; head < slab.n_head_kv; head++) {
         std::byte* page = block.data() + size_t(head) * format.bytes();
         if (&pool == &state.coded) {
-            encode_page(*state.config.recipe, format, state.tables(layer, head), k, v, page, rows, pool.page(layer, id, head));
+            encode_page(*state.config.recipe, format, state.tables(layer, head), k, v, page, rows,
+                        pool.page(layer, id, head));
             continue;
         }
         for (int t = rows; t < kPageTokens; t++) {
@@ -192,7 +208,9 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
 void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint32_t id, int rows) {
     for (int layer = 0; layer < int(pool.shape().slabs.size()); layer++) {
         const size_t bytes = pool.shape().slabs[layer].stride();
-        if (bytes == 0) { continue; }
+        if (bytes == 0) {
+            continue;
+        }
         if (rows < kPageTokens) {
             out.bytes(first_rows(state, pool, layer, id, rows).data(), bytes);
         } else {
@@ -205,10 +223,12 @@ void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint3
 // Blocks on their way in. They land in free blocks, and on the heap when the sequence that they replace still has the
 // room; what has landed is given back unless it is placed.
 class Landing {
-public:
+  public:
     explicit Landing(Contents contents) : contents_(std::move(contents)) {}
     ~Landing() {
-        for (const uint32_t id : landed_) { contents_.pool.release(id); }
+        for (const uint32_t id : landed_) {
+            contents_.pool.release(id);
+        }
     }
     Landing(Landing&&) = default;
 
@@ -240,15 +260,19 @@ public:
                 std::memcpy(pool.block(layer, landed_.back()), std::exchange(at, at + bytes), bytes);
             });
         }
-        for (size_t i = 0; i < size(); i++) { contents_.ids[contents_.blocks[i]] = landed_[i]; }
+        for (size_t i = 0; i < size(); i++) {
+            contents_.ids[contents_.blocks[i]] = landed_[i];
+        }
         landed_.clear();
     }
 
-private:
+  private:
     void for_each_part(auto use) const {
         const std::vector<SlabShape>& slabs = contents_.pool.shape().slabs;
         for (int layer = 0; layer < int(slabs.size()); layer++) {
-            if (slabs[layer].n_head_kv > 0) { use(layer, slabs[layer].stride()); }
+            if (slabs[layer].n_head_kv > 0) {
+                use(layer, slabs[layer].stride());
+            }
         }
     }
 
@@ -262,8 +286,10 @@ void require_room(const Pool& pool, size_t n, std::vector<uint32_t> ids) {
     std::erase(ids, kNoBlock);
     const size_t room = pool.available() + pool.freed_by(std::move(ids));
     if (n > room) {
-        fail("the saved sequence needs {} {} blocks and {} are free: use a larger context (-c), or drop other sequences first",
-             n, pool.shape().name, room);
+        fail(
+            "the saved sequence needs {} {} blocks and {} are free: use a larger context (-c), or drop other sequences "
+            "first",
+            n, pool.shape().name, room);
     }
 }
 
@@ -291,7 +317,9 @@ void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
         fail("the saved sequence has {} tokens, a sequence here at most {}: use a larger context (-c)", e.length,
              state.rules.longest);
     }
-    if (!state.rules.possible(e)) { fail("a saved sequence is damaged: no sequence has these positions"); }
+    if (!state.rules.possible(e)) {
+        fail("a saved sequence is damaged: no sequence has these positions");
+    }
     if (windows_only && e.length > s.extent.length) {
         fail("the saved windows belong to {} tokens, but the sequence has only {}", e.length, s.extent.length);
     }
@@ -300,7 +328,9 @@ void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
         require_room(part.pool, part.blocks.size(), part.ids);
         landings.emplace_back(std::move(part));
     }
-    for (Landing& landing : landings) { landing.read(in); }
+    for (Landing& landing : landings) {
+        landing.read(in);
+    }
 
     // Nothing can fail from here on.
     if (windows_only) {
@@ -313,7 +343,9 @@ void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
         state.crop(s, 0);
         s.extent = e;
     }
-    for (Landing& landing : landings) { landing.place(); }
+    for (Landing& landing : landings) {
+        landing.place();
+    }
     state.settle(s);
 }
 

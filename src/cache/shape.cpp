@@ -1,17 +1,17 @@
 #include "cache/shape.h"
 
-#include "cache/extent.h"
-
 #include <crumb/error.h>
 
 #include <algorithm>
+
+#include "cache/extent.h"
 
 namespace crumb {
 namespace {
 
 constexpr int64_t kMostTokens = int64_t(1) << 30;  // positions and sums of two of them are int32_t
 
-void check(const CacheConfig& c) {
+void check_settings(const CacheConfig& c) {
     CRUMB_ASSERT(c.recipe != nullptr && c.n_sequences >= 1 && c.max_step_tokens >= 1);
     const auto in_range = [](std::string_view what, int64_t value, int64_t least, std::string_view flag) {
         if (value < least || value > kMostTokens) {
@@ -40,7 +40,7 @@ double bits(size_t bytes, size_t elements) { return elements == 0 ? 0.0 : 8.0 * 
 }  // namespace
 
 CacheShape shape_of(const CacheConfig& config) {
-    check(config);
+    check_settings(config);
     const MostBlocks most = most_blocks(Rules(config));
     const int64_t n = config.n_sequences;
     const int64_t step = config.max_step_tokens / kPageTokens;
@@ -53,12 +53,15 @@ CacheShape shape_of(const CacheConfig& config) {
     for (PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
         pool->slabs.resize(config.layers.size());
         if (pool->n_blocks >= kNoBlock) {
-            fail("a KV cache of {} sequences and {} tokens has too many blocks: lower -c or -np", n, config.tokens_total);
+            fail("a KV cache of {} sequences and {} tokens has too many blocks: lower -c or -np", n,
+                 config.tokens_total);
         }
     }
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& layer = config.layers[i];
-        if (!layer.stores) { continue; }
+        if (!layer.stores) {
+            continue;
+        }
         const PageFormat exact = bf16_format(layer.dim_k, layer.dim_v);
         check(exact);
         if (is_window(layer)) {
@@ -77,7 +80,9 @@ CacheBytes cache_bytes(const CacheConfig& config) {
     size_t page_bytes = 0, page_elements = 0, elements = 0;
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& layer = config.layers[i];
-        if (!layer.stores) { continue; }
+        if (!layer.stores) {
+            continue;
+        }
         const size_t per_token = size_t(layer.n_head_kv) * size_t(layer.dim_k + layer.dim_v);
         const int64_t windows = config.n_sequences * std::min<int64_t>(layer.window, config.tokens_per_sequence);
         elements += per_token * size_t(is_window(layer) ? windows : config.tokens_total);

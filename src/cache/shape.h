@@ -2,9 +2,9 @@
 // bytes that `inspect` prints are the bytes that the cache takes.
 #pragma once
 
-#include "cache/pool.h"
-
 #include <crumb/cache.h>
+
+#include "cache/pool.h"
 
 namespace crumb {
 

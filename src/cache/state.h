@@ -1,14 +1,14 @@
 // What is inside a Cache, shared by the files that implement it: cache.cpp (sequences), step.cpp, save.cpp.
 #pragma once
 
-#include "cache/extent.h"
-#include "cache/pool.h"
-#include "cache/shape.h"
-
 #include <crumb/cache.h>
 
 #include <mutex>
 #include <vector>
+
+#include "cache/extent.h"
+#include "cache/pool.h"
+#include "cache/shape.h"
 
 namespace crumb {
 
@@ -33,10 +33,10 @@ struct BlockWork {
 };
 
 struct Step {
-    std::vector<uint32_t> tokens;           // by sequence, ascending in position
-    std::vector<BlockWork> blocks;          // layers that are coded
-    std::vector<BlockWork> window_blocks;   // sliding-window layers
-    std::vector<AttentionPlan> plans;       // by distinct window
+    std::vector<uint32_t> tokens;          // by sequence, ascending in position
+    std::vector<BlockWork> blocks;         // layers that are coded
+    std::vector<BlockWork> window_blocks;  // sliding-window layers
+    std::vector<AttentionPlan> plans;      // by distinct window
 };
 
 struct Cache::State {
@@ -47,9 +47,9 @@ struct Cache::State {
     Pool coded, exact, window;
     std::vector<Sequence> sequences;
 
-    std::vector<int> windows;                       // distinct ones; 0 for layers that see everything
-    std::vector<size_t> plan_of;                    // by layer: index into `windows` and `step.plans`
-    std::vector<std::vector<SequenceView>> views;   // by layer; empty for layers that do not store
+    std::vector<int> windows;                      // distinct ones; 0 for layers that see everything
+    std::vector<size_t> plan_of;                   // by layer: index into `windows` and `step.plans`
+    std::vector<std::vector<SequenceView>> views;  // by layer; empty for layers that do not store
     Step step;
 
     std::mutex counting;
@@ -63,7 +63,11 @@ struct Cache::State {
     // Forgets how to undo the last step.
     void settle(Sequence& sequence);
     void crop(Sequence& sequence, int32_t length);
+    // Makes room for tokens of the step, and its work in their blocks and in those that become due.
     void append(Sequence& sequence, std::span<const uint32_t> tokens);
+    // Query rows of a sequence's tokens, after append(), in layers whose window is `width` (0: none).
+    void add_rows(std::vector<QueryRow>& rows, int32_t width, const Sequence& sequence, std::span<const Append> tokens,
+                  bool causal) const;
 };
 
 }  // namespace crumb
