@@ -21,11 +21,14 @@ void expect_same(const World& world, const World::Result& a, const World::Result
 struct Ragged {
     World world{{6, 2, 64, 80}, {{64, 64, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
     std::vector<QueryRow> rows;
+    std::vector<QueryRow> few;  // so few tiles that they are split into ranges when there are threads
 
     Ragged() {
         for (const auto& [length, n] : {std::pair{5, 5}, {2300, 37}, {70, 1}, {4200, 3}, {900, 20}}) {
             add_rows(rows, world.add_sequence(length), length, n, 64);
         }
+        std::copy_if(rows.begin(), rows.end(), std::back_inserter(few),
+                     [](const QueryRow& row) { return row.sequence == 3; });
         world.make_queries(int(rows.size()));
     }
 };
@@ -49,9 +52,8 @@ TEST(AttentionOrder, RowsAloneAndInTiles) {
 
 TEST(AttentionOrder, Threads) {
     const Ragged ragged;
-    const std::vector<QueryRow> few(ragged.rows.end() - 4, ragged.rows.end());
     for (const Isa isa : supported_isas()) {
-        for (const std::vector<QueryRow>& rows : {ragged.rows, few}) {
+        for (const std::vector<QueryRow>& rows : {ragged.rows, ragged.few}) {
             const World::Result one = ragged.world.run(isa, rows, 4, 1);
             for (int n_threads = 2; n_threads <= 4; n_threads++) {
                 for (int repeat = 0; repeat < 3; repeat++) {
@@ -73,12 +75,14 @@ TEST(AttentionOrder, OneWorkForManyLayers) {
 
     const Isa isa = best_isa();
     AttentionWork work;
-    work.prepare(AttentionPlan(ragged.rows, 4), 6, 2, ragged.world.layer.format, 4);
-    work.prepare(AttentionPlan(rows, 0), 4, 1, windowed.layer.format, 4);
-    const World::Result want = ragged.world.run(isa, ragged.rows, 4), want_windowed = windowed.run(isa, rows, 0);
-    for (const int n_threads : {1, 4, 3, 2}) {
-        expect_same(ragged.world, want, ragged.world.run(isa, ragged.rows, 4, n_threads, &work), ragged.rows, "coded");
-        expect_same(windowed, want_windowed, windowed.run(isa, rows, 0, n_threads, &work), rows, "window");
+    for (const std::vector<QueryRow>& some : {ragged.rows, ragged.few}) {
+        work.prepare(AttentionPlan(some, 4), 6, 2, ragged.world.layer.format, 4);
+        work.prepare(AttentionPlan(rows, 0), 4, 1, windowed.layer.format, 4);
+        const World::Result want = ragged.world.run(isa, some, 4), want_windowed = windowed.run(isa, rows, 0);
+        for (const int n_threads : {1, 4, 3, 2, 4}) {
+            expect_same(ragged.world, want, ragged.world.run(isa, some, 4, n_threads, &work), some, "coded");
+            expect_same(windowed, want_windowed, windowed.run(isa, rows, 0, n_threads, &work), rows, "window");
+        }
     }
 }
 

@@ -45,10 +45,11 @@ TEST(AttentionPlan, TilesAreAdjacentRowsOfOneSequence) {
     EXPECT_EQ(plan.tiles()[5].n_ranges, 17u);
 }
 
-TEST(AttentionPlan, WindowsBeginAtTheirFirstRange) {
+TEST(AttentionPlan, WindowsBeginAtTheirFirstBlock) {
     const AttentionPlan plan({row(0, 10000, 4095), row(0, 10001, 4096)}, 0);
     ASSERT_EQ(plan.tiles().size(), 1u);
-    EXPECT_EQ(plan.tiles()[0].first_range, 1u);
+    EXPECT_EQ(plan.tiles()[0].first_block, 63u);
+    EXPECT_EQ(plan.tiles()[0].end_block, 157u);
     EXPECT_EQ(plan.tiles()[0].n_ranges, 4u);
 }
 

@@ -1,6 +1,7 @@
 // The CPU kernels of every instruction set against the double-precision reference.
 #include <limits>
 
+#include "attention/alibi.h"
 #include "attention_world.h"
 
 namespace crumb {
@@ -151,6 +152,23 @@ TEST(Attention, SoftCapAlibiAndSinkLogits) {
     }
 }
 
+TEST(Attention, AlibiSlopesAreThoseOfLlama) {
+    const double twelve[] = {0.5,
+                             0.25,
+                             0.125,
+                             0.0625,
+                             0.03125,
+                             0.015625,
+                             0.0078125,
+                             0.00390625,
+                             std::sqrt(0.5),
+                             std::sqrt(0.125),
+                             std::sqrt(0.03125),
+                             std::sqrt(0.0078125)};
+    for (int head = 0; head < 12; head++) EXPECT_DOUBLE_EQ(alibi_slope(8.0, 12, head), twelve[head]);
+    EXPECT_DOUBLE_EQ(alibi_slope(8.0, 16, 15), 0.00390625);
+}
+
 TEST(Attention, BidirectionalRows) {
     World world({2, 1, 64, 64}, codes(64, 64, SideInfo::gain8, false));
     world.layer.alibi_max_bias = 4.0f;
@@ -204,6 +222,18 @@ TEST(Attention, QueriesThatAreNotFinite) {
                 EXPECT_EQ(result.out[i], clean.out[i]) << i;
             }
         }
+    }
+}
+
+TEST(Attention, InfiniteQueriesHaveNoAnswerWhateverTheSigns) {
+    World world({1, 1, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));
+    const uint32_t sequence = world.add_sequence(1);
+    const std::vector<QueryRow> rows = {{sequence, 0, 0, 0, 0, 1}, {sequence, 1, 0, 0, 0, 1}};
+    world.make_queries(2);
+    world.query(0, 0)[9] = std::numeric_limits<float>::infinity();
+    world.query(1, 0)[9] = -std::numeric_limits<float>::infinity();  // one of the two logits is minus infinity
+    for (const Isa isa : supported_isas()) {
+        for (const float x : world.run(isa, rows, 4).out) EXPECT_TRUE(std::isnan(x));
     }
 }
 

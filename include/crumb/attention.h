@@ -56,13 +56,15 @@ struct QueryRow {
     int32_t end = 0;         // one past the last token that it sees
 };
 
-// Rows of one sequence that read the same blocks together: adjacent rows of the step, at most kTileRows.
+// Rows of one sequence that read the same blocks together: adjacent rows of the step, at most kTileRows. They read
+// blocks [first_block, end_block), in n_ranges >= 1 ranges with borders at multiples of range_blocks.
 struct AttentionTile {
     uint32_t first_row = 0;
     uint32_t n_rows = 0;
-    uint32_t range_blocks = 0;   // blocks a range, the same for all of its rows
-    uint32_t first_range = 0;    // range r is the blocks [r range_blocks, (r + 1) range_blocks)
-    uint32_t n_ranges = 0;       // at least 1
+    uint32_t first_block = 0;
+    uint32_t end_block = 0;
+    uint32_t range_blocks = 0;   // the same for all of its rows
+    uint32_t n_ranges = 0;
     uint32_t first_task = 0;     // ranges of all tiles before this one
     uint32_t first_partial = 0;  // rows x ranges of all tiles before this one
 };
@@ -82,8 +84,9 @@ public:
     std::span<const QueryRow> rows() const { return rows_; }
     std::span<const AttentionTile> tiles() const { return tiles_; }
     int sink() const { return sink_; }
-    uint32_t n_tasks() const { return n_tasks_; }        // ranges of all tiles
-    uint32_t n_partials() const { return n_partials_; }  // rows x ranges of all tiles
+    uint32_t n_tasks() const { return n_tasks_; }             // ranges of all tiles
+    uint32_t n_partials() const { return n_partials_; }       // rows x ranges of all tiles
+    double largest_share() const { return largest_share_; }   // of the step's work, in one tile
 
 private:
     std::vector<QueryRow> rows_;
@@ -91,6 +94,7 @@ private:
     int sink_ = 0;
     uint32_t n_tasks_ = 0;
     uint32_t n_partials_ = 0;
+    double largest_share_ = 0;
 };
 
 // q: row `token` of head h is at q + token * token_stride + h * head_stride floats, dim_k of them.

@@ -36,6 +36,7 @@ int range_blocks(int32_t end) {
 
 AttentionPlan::AttentionPlan(std::vector<QueryRow> rows, int sink) : rows_(std::move(rows)), sink_(sink) {
     CRUMB_ASSERT(sink >= 0);
+    double work = 0, largest = 0;  // rows x blocks
     for (size_t first = 0, last = 0; first < rows_.size(); first = last) {
         last = tile_end(rows_, first);
         int32_t begin = rows_[first].begin, end = rows_[first].end;
@@ -44,17 +45,25 @@ AttentionPlan::AttentionPlan(std::vector<QueryRow> rows, int sink) : rows_(std::
             begin = std::min(begin, row.begin);
             end = std::max(end, row.end);
         }
+        const int first_block = begin / kPageTokens, end_block = std::max(first_block, blocks_to(end));
         const int size = range_blocks(end);
-        const int first_range = begin / kPageTokens / size;
-        const int n_ranges = std::max(1, (blocks_to(end) + size - 1) / size - first_range);
-        const AttentionTile tile{uint32_t(first),    uint32_t(last - first),
-                                 uint32_t(size),     uint32_t(first_range),
-                                 uint32_t(n_ranges), n_tasks_,
-                                 n_partials_};
-        tiles_.push_back(tile);
+        const int n_ranges = std::max(1, (end_block + size - 1) / size - first_block / size);
+        tiles_.push_back({.first_row = uint32_t(first),
+                          .n_rows = uint32_t(last - first),
+                          .first_block = uint32_t(first_block),
+                          .end_block = uint32_t(end_block),
+                          .range_blocks = uint32_t(size),
+                          .n_ranges = uint32_t(n_ranges),
+                          .first_task = n_tasks_,
+                          .first_partial = n_partials_});
+        const AttentionTile& tile = tiles_.back();
         n_tasks_ += tile.n_ranges;
         n_partials_ += tile.n_ranges * tile.n_rows;
+        const double tile_work = double(tile.n_rows) * (tile.end_block - tile.first_block);
+        work += tile_work;
+        largest = std::max(largest, tile_work);
     }
+    largest_share_ = work > 0 ? largest / work : 0;
 }
 
 }  // namespace crumb

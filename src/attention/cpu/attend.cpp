@@ -1,13 +1,13 @@
-// Who works on what: threads draw tasks from a counter until there are none. A task is a tile and a KV head when there
-// are enough of those, else one range of one; whoever finishes the last range of a tile and head merges them in
-// ascending order. Both ways run the same functions on the same ranges in the same order, so they give the same bits.
+// Who works on what: threads draw tasks from a counter until there are none. A task is a tile and a KV head, or one
+// range of these where whole tiles would leave threads without work; whoever finishes the last range of a tile and head
+// merges them in ascending order. Both ways run the same functions on the same ranges in the same order, so they give
+// the same bits.
 #include <crumb/attention.h>
 #include <crumb/error.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <deque>
 
 #include "attention/alibi.h"
 #include "attention/cpu/kernel.h"
@@ -19,39 +19,42 @@ namespace {
 
 using namespace cpu;
 
-constexpr uint32_t kTasksPerThread = 3;  // with fewer whole tiles than this, tiles are split into ranges
+constexpr double kLargestTask = 1.0 / 3;                // of a thread's share of the work
+constexpr size_t kMostPartials = 64 * 1024 * 1024 / 4;  // floats: many threads and many rows are not worth more memory
 
-bool splits(const AttentionPlan& plan, int n_head_kv, int n_threads) {
-    return plan.tiles().size() * n_head_kv < kTasksPerThread * n_threads;
+size_t partial_stride(const PageFormat& format) { return size_t(format.v.planes) + format.v.dim + kPartialScalars; }
+
+// Whether tiles are split into ranges.
+bool splits(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format, int n_threads) {
+    return n_threads > 1 && plan.largest_share() / n_head_kv * n_threads > kLargestTask &&
+           size_t(plan.n_partials()) * n_head * partial_stride(format) <= kMostPartials;
 }
 
-// Floats of a thread or of partials, in cache lines.
 struct alignas(64) Line {
     float x[16];
 };
 
+size_t lines(size_t floats) { return (floats + 15) / 16; }
+
+// Memory that grows, in cache lines.
 class Arena {
   public:
-    void grow(size_t floats) { lines_.resize(std::max(lines_.size(), (floats + 15) / 16)); }
+    void grow(size_t n) { lines_.resize(std::max(lines_.size(), n)); }
     float* data() { return lines_.data()->x; }
-    size_t size() const { return lines_.size() * 16; }
+    size_t size() const { return lines_.size(); }
 
   private:
     std::vector<Line> lines_;
 };
 
-size_t partial_stride(const PageFormat& format) { return size_t(format.v.planes) + format.v.dim + kPartialScalars; }
-
-size_t lines(size_t floats) { return (floats + 15) / 16 * 16; }
-
-// Lays the arrays for n query vectors out from `memory` on (null: to learn the size). Returns how many floats they
-// take.
-size_t place(Scratch& scratch, float* memory, size_t n, const PageFormat& format) {
+// Lays out the arrays for n query vectors. Returns how many lines they take, and takes none if `arena` is null.
+size_t place(Scratch& scratch, Arena* arena, size_t n, const PageFormat& format) {
     const size_t width = std::max({format.k.planes, format.k.dim, format.v.planes, format.v.dim});
     size_t used = 0;
     const auto take = [&](float*& array, size_t floats) {
-        array = memory ? memory + used : nullptr;
+        array = arena ? arena->data() + used * 16 : nullptr;
         used += lines(floats);
+        CRUMB_ASSERT(!arena || used <= arena->size());
     };
     take(scratch.q, n * format.k.dim);
     take(scratch.q_codes, n * format.k.planes);
@@ -75,24 +78,11 @@ const std::array<float, 256>& gains() {
     return table;
 }
 
+// Of pages with so many planes.
 struct Maps {
     int planes_k = 0, planes_v = 0;
     UnpackMap k, v;
 };
-
-const Kernel& kernel_of(Isa isa) {
-    CRUMB_ASSERT(supported(isa));
-    switch (isa) {
-#if defined(__x86_64__)
-        case Isa::avx2:
-            return avx2_kernel;
-        case Isa::avx512:
-            return avx512_kernel;
-#endif
-        default:
-            return portable_kernel;
-    }
-}
 
 const float* data_or_null(const std::vector<float>& values) { return values.empty() ? nullptr : values.data(); }
 
@@ -129,18 +119,19 @@ Pages pages_of(const BlockTable& table, const PageFormat& format, int head) {
 
 struct AttentionWork::State {
     std::vector<Arena> threads;
-    Arena partials;  // of split tiles: [tile][range][head][row and query head of the group]
-    std::vector<std::atomic<uint32_t>> finished;  // [tile][head], ranges; 0 again after the merge
+    Arena partials;                               // of split tiles: [tile][KV head][range][query vector]
+    std::vector<std::atomic<uint32_t>> finished;  // ranges, [tile][KV head]; 0 again after the merge
     std::atomic<uint32_t> next = 0;               // task
     std::atomic<int> left = 0;                    // threads that found no more work
-    std::deque<Maps> maps;                        // by planes
+    std::vector<Maps> maps;
 
-    const Maps& map(const PageFormat& format) const {
-        const auto found = std::find_if(maps.begin(), maps.end(), [&](const Maps& m) {
-            return m.planes_k == format.k.planes && m.planes_v == format.v.planes;
-        });
-        CRUMB_ASSERT(found != maps.end());
-        return *found;
+    const Maps* find(const PageFormat& format) const {
+        for (const Maps& m : maps) {
+            if (m.planes_k == format.k.planes && m.planes_v == format.v.planes) {
+                return &m;
+            }
+        }
+        return nullptr;
     }
 };
 
@@ -149,32 +140,29 @@ AttentionWork::~AttentionWork() = default;
 
 void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format,
                             int max_threads) {
+    CRUMB_ASSERT(max_threads > 0 && n_head_kv > 0 && n_head % n_head_kv == 0);
+    CRUMB_ASSERT(std::max(format.k.dim, format.v.dim) <= kMaxDim);
     State& s = *state_;
-    const size_t group = n_head / n_head_kv;
     size_t rows = 0;
     for (const AttentionTile& tile : plan.tiles()) {
         rows = std::max<size_t>(rows, tile.n_rows);
     }
-    if (s.threads.size() < size_t(max_threads)) {
-        s.threads.resize(max_threads);
-    }
+    s.threads.resize(std::max(s.threads.size(), size_t(max_threads)));
     Scratch layout;
     for (Arena& arena : s.threads) {
-        arena.grow(place(layout, nullptr, rows * group, format));
+        arena.grow(place(layout, nullptr, rows * (n_head / n_head_kv), format));
     }
-    if (splits(plan, n_head_kv, max_threads)) {
-        s.partials.grow(plan.n_partials() * n_head * partial_stride(format));
+    if (splits(plan, n_head, n_head_kv, format, max_threads)) {
+        s.partials.grow(lines(plan.n_partials() * n_head * partial_stride(format)));
     }
-    const size_t counters = plan.tiles().size() * n_head_kv;
-    if (s.finished.size() < counters) {
-        s.finished = std::vector<std::atomic<uint32_t>>(counters);
-    }
-    if (format.coded() && std::none_of(s.maps.begin(), s.maps.end(), [&](const Maps& m) {
-            return m.planes_k == format.k.planes && m.planes_v == format.v.planes;
-        })) {
+    if (format.coded() && !s.find(format)) {
         s.maps.push_back(
             {format.k.planes, format.v.planes, key_unpack_map(format.k.planes), value_unpack_map(format.v.planes)});
     }
+    // All 0 already, unless an engine gave the last step up between two threads.
+    s.finished = std::vector<std::atomic<uint32_t>>(std::max(s.finished.size(), plan.tiles().size() * n_head_kv));
+    s.next = 0;
+    s.left = 0;
 }
 
 namespace {
@@ -200,7 +188,7 @@ class Worker {
     }
 
     void whole(const AttentionTile& tile, int head) {
-        const Item item = begin(tile, head);
+        const Item item = make_item(tile, head);
         kernel_.queries(item, scratch_);
         kernel_.clear(item, scratch_.total);
         for (uint32_t r = 0; r < tile.n_ranges; r++) {
@@ -211,7 +199,7 @@ class Worker {
     }
 
     void part(const AttentionTile& tile, uint32_t tile_index, int head, uint32_t r) {
-        const Item item = begin(tile, head);
+        const Item item = make_item(tile, head);
         kernel_.queries(item, scratch_);
         range(item, tile, r, partials(item, tile, head, r));
         std::atomic<uint32_t>& finished = work_.finished[tile_index * layer_.n_head_kv + head];
@@ -227,7 +215,7 @@ class Worker {
     }
 
   private:
-    Item begin(const AttentionTile& tile, int head) {
+    Item make_item(const AttentionTile& tile, int head) {
         const QueryRow* rows = plan_.rows().data() + tile.first_row;
         const SequenceView& sequence = sequences_[rows->sequence];
         const PageFormat& format = layer_.format;
@@ -251,31 +239,27 @@ class Worker {
                   .partial_stride = partial_stride(format)};
         if (format.coded()) {
             const HeadTables& tables = layer_.tables[head];
-            const Maps& maps = work_.map(format);
+            const Maps* maps = work_.find(format);
+            CRUMB_ASSERT(maps);
             item.coded.k =
-                coded_side(format.k, tables.k, maps.k, format.key_codes(), format.key_info(), format.key_mean());
+                coded_side(format.k, tables.k, maps->k, format.key_codes(), format.key_info(), format.key_mean());
             item.coded.v =
-                coded_side(format.v, tables.v, maps.v, format.value_codes(), format.value_info(), format.value_mean());
+                coded_side(format.v, tables.v, maps->v, format.value_codes(), format.value_info(), format.value_mean());
         }
-        CRUMB_ASSERT(place(scratch_, memory_.data(), item.n, format) <= memory_.size());
+        place(scratch_, &memory_, item.n, format);
         return item;
     }
 
     void range(const Item& item, const AttentionTile& tile, uint32_t r, float* partials) const {
-        int32_t begin = item.rows[0].begin, end = item.rows[0].end;
-        for (int i = 1; i < item.n_rows; i++) {
-            begin = std::min(begin, item.rows[i].begin);
-            end = std::max(end, item.rows[i].end);
-        }
-        const int first = int((tile.first_range + r) * tile.range_blocks), last = first + int(tile.range_blocks);
-        kernel_.range(item, scratch_, std::max(first, begin / kPageTokens),
-                      std::min(last, (end + kPageTokens - 1) / kPageTokens), partials);
+        const uint32_t first = (tile.first_block / tile.range_blocks + r) * tile.range_blocks;
+        kernel_.range(item, scratch_, int(std::max(first, tile.first_block)),
+                      int(std::min(first + tile.range_blocks, tile.end_block)), partials);
     }
 
     float* partials(const Item& item, const AttentionTile& tile, int head, uint32_t r) {
-        const size_t before =
-            (size_t(tile.first_partial) * layer_.n_head_kv + (size_t(head) * tile.n_ranges + r) * tile.n_rows) * group_;
-        CRUMB_ASSERT((before + item.n) * item.partial_stride <= work_.partials.size());
+        const size_t tiles_before = size_t(tile.first_partial) * layer_.n_head;
+        const size_t before = tiles_before + (size_t(head) * tile.n_ranges + r) * item.n;
+        CRUMB_ASSERT(lines((before + item.n) * item.partial_stride) <= work_.partials.size());
         return work_.partials.data() + before * item.partial_stride;
     }
 
@@ -297,10 +281,11 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
             const AttentionIo& io, AttentionWork& work, int thread, int n_threads) {
     AttentionWork::State& s = work.state();
     CRUMB_ASSERT(0 <= thread && thread < n_threads && size_t(n_threads) <= s.threads.size());
+    CRUMB_ASSERT(!layer.format.coded() || layer.tables.size() == size_t(layer.n_head_kv));
     Worker worker(kernel_of(isa), layer, plan, sequences, io, s, thread);
     const auto tiles = plan.tiles();
     const uint32_t heads = layer.n_head_kv;
-    const bool split = splits(plan, layer.n_head_kv, n_threads);
+    const bool split = splits(plan, layer.n_head, layer.n_head_kv, layer.format, n_threads);
     const uint32_t n_tasks = (split ? plan.n_tasks() : uint32_t(tiles.size())) * heads;
     // The last tiles of a sequence see the most tokens: they go first.
     for (uint32_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
@@ -319,31 +304,6 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
         s.left.store(0, std::memory_order_relaxed);
         s.next.store(0, std::memory_order_relaxed);
     }
-}
-
-bool supported(Isa isa) {
-    switch (isa) {
-        case Isa::portable:
-            return true;
-#if defined(__x86_64__)
-        case Isa::avx2:
-            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-        case Isa::avx512:
-            return supported(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#endif
-        default:
-            return false;
-    }
-}
-
-Isa best_isa() {
-    for (const Isa isa : {Isa::avx512, Isa::avx2}) {
-        if (supported(isa)) {
-            return isa;
-        }
-    }
-    return Isa::portable;
 }
 
 }  // namespace crumb

@@ -93,4 +93,6 @@ extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
 #endif
 
+const Kernel& kernel_of(Isa isa);
+
 }  // namespace crumb::cpu

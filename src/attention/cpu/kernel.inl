@@ -301,10 +301,7 @@ void weigh(const Visit& visit, int n, uint64_t mask) {
     const float highest = max_lanes(top);
     if (highest > scalars[kTop]) {
         const float factor = exp_negative(splat(scalars[kTop] - highest))[0];
-        scale_row(partial, item.coded.v.planes + item.exact.v.dim, factor);
-        scalars[kSum] *= factor;
-        scalars[kCodedSum] *= factor;
-        scalars[kZeroSum] *= factor;
+        scale_row(partial, int(item.partial_stride), factor);
         scalars[kTop] = highest;
     }
 
@@ -469,20 +466,16 @@ void range(const Item& item, const Scratch& scratch, int first, int last, float*
 }
 
 void merge(const Item& item, float* partials, const float* more) {
-    const int width = item.coded.v.planes + item.exact.v.dim;
     for (int n = 0; n < item.n; n++) {
         float* a = partial_of(item, partials, n);
         const float* b = more + n * item.partial_stride;
-        float* scalars = a + width;
-        const float* other = b + width;
-        const float top = scalars[kTop] > other[kTop] ? scalars[kTop] : other[kTop];
+        float* scalars = scalars_of(item, a);
+        const float other = b[scalars - a + kTop];
+        const float top = scalars[kTop] > other ? scalars[kTop] : other;
         const float keep = exp_negative(splat(scalars[kTop] - top))[0];
-        const float add = exp_negative(splat(other[kTop] - top))[0];
-        scale_row(a, width, keep);
-        add_scaled(a, width, add, b);
-        for (const int s : {kSum, kCodedSum, kZeroSum}) {
-            scalars[s] = scalars[s] * keep + other[s] * add;
-        }
+        const float add = exp_negative(splat(other - top))[0];
+        scale_row(a, int(item.partial_stride), keep);
+        add_scaled(a, int(item.partial_stride), add, b);
         scalars[kTop] = top;
     }
 }
