@@ -95,6 +95,15 @@ TEST(Save, ShowsNothingOfOtherTokens) {
         ASSERT_TRUE(used.fork(0, 1, 333));
         EXPECT_EQ(save(used, 1), save(fresh, 0));
     }
+    const Scenario scenario{.sink = 4, .recent = 64, .n_sequences = 1, .step = 512};
+    Cache used(config_of(scenario)), fresh(config_of(scenario));
+    for (auto [cache, tail] : {std::pair{&used, 9000}, std::pair{&fresh, 200}}) {
+        ASSERT_TRUE(step(*cache, run_of(0, 0, 200)));
+        ASSERT_TRUE(step(*cache, run_of(0, Token(tail), 200)));
+        ASSERT_TRUE(step(*cache, run_of(0, 0, 1)));
+        ASSERT_TRUE(cache->crop(0, 200));  // its last block is known by its codes only
+    }
+    EXPECT_EQ(save(used, 0), save(fresh, 0));
 }
 
 TEST(Save, AFullPoolTakesTheStateOfItsOwnSequence) {
@@ -116,6 +125,12 @@ TEST(Save, AFullPoolRefusesTheStateOfAnother) {
     const Bytes before = save(cache, 1);
     EXPECT_TRUE(contains(message_of([&] { restore(cache, 1, full); }), "drop other sequences"));
     EXPECT_EQ(save(cache, 1), before);
+
+    ASSERT_TRUE(cache.crop(1, 0));
+    ASSERT_TRUE(step(cache, run_of(0, 6000, 192)));
+    ASSERT_TRUE(cache.fork(0, 1, 512));  // what it shares does not become free
+    EXPECT_TRUE(contains(message_of([&] { restore(cache, 1, full); }), "drop other sequences"));
+    EXPECT_EQ(cache.length(1), 512);
 }
 
 TEST(Save, WindowsAloneCompleteACroppedSequence) {

@@ -5,6 +5,7 @@
 #include <limits>
 #include <thread>
 
+#include "cache/extent.h"
 #include "cache_model.h"
 
 using namespace crumb;
@@ -197,6 +198,48 @@ TEST(Step, ValuesThatAreNotFiniteArePassedOnAndCounted) {
     EXPECT_EQ(cache.counters().encoded.nonfinite, 2u);  // the NaN of the encoded block, in K and in V
 }
 
+// The proof above most_blocks(), by trying: no step from any length takes more, and some take as much.
+TEST(Room, MostBlocksAreEnoughAndNotTooMany) {
+    for (const int sink : {0, 4, 64, 100}) {
+        for (const int recent : {0, 1, 63, 64, 256}) {
+            for (const int window : {1, 16, 64, 100}) {
+                const Rules rules(config_of({.sink = sink, .recent = recent, .window = window, .tokens = 2000}));
+                int64_t exact = 0, windows = 0;
+                for (int32_t length = 0; length < 1000; length++) {
+                    const Extent now =
+                        rules.trimmed({length, rules.edge(length - 1), 0, 0});  // encoded as late as can be
+                    for (int32_t tokens = 1; tokens <= 200; tokens++) {
+                        const Extent then = rules.appended(now, tokens);
+                        exact =
+                            std::max<int64_t>(exact, rules.sinks(then).size() + rules.exact(then).size() - tokens / 64);
+                        windows = std::max<int64_t>(windows, rules.windows(then).size() - tokens / 64);
+                    }
+                }
+                EXPECT_EQ(exact, most_blocks(rules).exact) << sink << " " << recent;
+                EXPECT_EQ(windows, most_blocks(rules).window) << window;
+            }
+        }
+    }
+}
+
+TEST(Room, IsThereForABlockThatIsEncodedAgain) {
+    Cache cache(config_of({.sink = 0, .recent = 0, .n_sequences = 2, .tokens = 640, .step = 640}));
+    for (const uint32_t sequence : {0u, 1u}) {
+        ASSERT_TRUE(step(cache, run_of(sequence, 0, 639)));
+        ASSERT_TRUE(step(cache, run_of(sequence, 639, 1)));
+    }
+    ASSERT_TRUE(step(cache, {}));  // the last exact blocks go
+    for (int round = 0; round < 3; round++) {
+        for (const uint32_t sequence : {0u, 1u}) {
+            ASSERT_TRUE(cache.crop(sequence, 610));
+        }
+        for (const uint32_t sequence : {0u, 1u}) {
+            ASSERT_TRUE(step(cache, run_of(sequence, 5000, 30)));
+        }
+    }
+    EXPECT_EQ(cache.counters().blocks_in_use, 21u);  // one waits for the next step
+}
+
 TEST(Room, AppendsAreAllOrNothing) {
     Cache cache(config_of({.n_sequences = 2, .tokens = 200, .step = 500}));
     auto tokens = run_of(0, 0, 150);
@@ -375,7 +418,7 @@ TEST(Bytes, OfALargeModel) {
     EXPECT_EQ(bytes.bf16_equivalent, size_t(16) << 30);
     EXPECT_DOUBLE_EQ(bytes.bits_per_element, 2.25);
     EXPECT_EQ(bytes.coded, size_t(32 * 8 * 4608) * (2048 - 4 - 1 + 1));  // without the window and the sink, one spare
-    EXPECT_EQ(bytes.exact, size_t(32 * 8 * 32768) * (1 + 5 + 2 + 8));    // sink, window, what waits, a step
+    EXPECT_EQ(bytes.exact, size_t(32 * 8 * 32768) * (1 + 5 + 1 + 8));    // sink, window, what a step begins, a step
     EXPECT_NEAR(bytes.effective_bits, 2.37, 0.01);
 }
 

@@ -89,15 +89,17 @@ bool Rules::possible(const Extent& e) const {
 }
 
 // Between steps, after trimming, with n = length:
-//   coded   coded_end <= edge(longest - 1), and one page more: that of aged rows, or the page they were taken from
-//   exact   n - min(edge(n), coded_end) <= recent + 62 + 64, because n - edge(n) <= recent + 62 and
-//           coded_end >= edge(n - 1) >= edge(n) - 64
+//   coded   coded_end <= edge(longest - 1), and one page more: that of aged rows, or, until the step after the one that
+//           encoded it again, the page they were taken from
+//   exact   n - min(edge(n), coded_end) <= recent + 63, because edge(n) >= edge(n - 1) and coded_end >= edge(n - 1),
+//   and
+//           edge(t) >= t + 1 - recent - 63
 //   window  n - window_begin <= window + slack + 62
 // A step of s tokens adds blocks_for(s) <= s / 64 + 1 at most; the 1 is counted here, the rest once for all sequences.
 MostBlocks most_blocks(const Rules& rules) {
     const int64_t all = blocks_for(rules.longest);
     const int64_t coded = rules.edge(rules.longest - 1) / kPageTokens - rules.sink / kPageTokens;
-    const int64_t exact = blocks_for(rules.sink) + blocks_for(int64_t(rules.recent) + 62) + 2;
+    const int64_t exact = blocks_for(rules.sink) + blocks_for(int64_t(rules.recent) + 63) + 1;
     const int64_t window = blocks_for(int64_t(rules.window) + kWindowSlack + 62) + 1;
     return {coded > 0 ? coded + 1 : 0, std::min(exact, all), rules.window == 0 ? 0 : std::min(window, all)};
 }

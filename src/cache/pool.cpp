@@ -2,7 +2,6 @@
 
 #include <crumb/error.h>
 
-#include <algorithm>
 #include <cstring>
 
 namespace crumb {
@@ -60,18 +59,6 @@ void Pool::release(uint32_t id) {
     if (references_[id] == 0) {
         free_.push_back(id);
     }
-}
-
-size_t Pool::freed_by(std::vector<uint32_t> ids) const {
-    std::ranges::sort(ids);
-    size_t freed = 0;
-    for (size_t i = 0, next = 0; i < ids.size(); i = next) {
-        while (next < ids.size() && ids[next] == ids[i]) {
-            next++;
-        }
-        freed += references_[ids[i]] == next - i;
-    }
-    return freed;
 }
 
 void Pool::copy(uint32_t from, uint32_t to) {

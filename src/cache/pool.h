@@ -45,9 +45,6 @@ class Pool {
     void release(uint32_t id);
     bool is_shared(uint32_t id) const { return references_[id] > 1; }
 
-    // How many blocks become free when each of `ids` is released; an id may appear more than once.
-    size_t freed_by(std::vector<uint32_t> ids) const;
-
     std::byte* base(int layer) const { return slabs_[layer].get(); }
     std::byte* block(int layer, uint32_t id) const { return base(layer) + id * shape_.slabs[layer].stride(); }
     std::byte* page(int layer, uint32_t id, int head) const {

@@ -281,14 +281,13 @@ class Landing {
     std::vector<std::vector<std::byte>> waiting_;
 };
 
-// Throws Error unless `n` blocks are there once the blocks that `ids` hold have been released.
-void require_room(const Pool& pool, size_t n, std::vector<uint32_t> ids) {
-    std::erase(ids, kNoBlock);
-    const size_t room = pool.available() + pool.freed_by(std::move(ids));
+// Throws Error unless `n` blocks are there once the sequence has released the blocks of its table.
+void require_room(const Pool& pool, size_t n, const std::vector<uint32_t>& ids) {
+    const auto alone = [&](uint32_t id) { return id != kNoBlock && !pool.is_shared(id); };
+    const size_t room = pool.available() + size_t(std::ranges::count_if(ids, alone));
     if (n > room) {
         fail(
-            "the saved sequence needs {} {} blocks and {} are free: use a larger context (-c), or drop other sequences "
-            "first",
+            "the saved sequence needs {} {} blocks and {} are free: use a larger context (-c), or drop other sequences",
             n, pool.shape().name, room);
     }
 }

@@ -70,24 +70,20 @@ struct PageRows {
 
 }  // namespace
 
-// Exact and window blocks suffice for every step of max_step_tokens (extent.cpp), so coded blocks and lengths decide.
+// Exact and window blocks suffice for every step (extent.cpp), so coded blocks and lengths decide.
 bool Cache::fits(std::span<const Append> appends) const {
     const State& state = *state_;
     const Rules& rules = state.rules;
     const std::vector<int32_t> counts = count_by_sequence(appends, state.sequences.size());
-    std::vector<uint32_t> sources;
     size_t needed = 0;
     for (size_t i = 0; i < counts.size(); i++) {
-        const Sequence& s = state.sequences[i];
-        if (int64_t(s.extent.length) + counts[i] > rules.longest) {
+        const Extent& now = state.sequences[i].extent;
+        if (int64_t(now.length) + counts[i] > rules.longest) {
             return false;
         }
-        needed += size_t(rules.demoted(s.extent, rules.appended(s.extent, counts[i])).size());
-        if (s.source != kNoBlock) {
-            sources.push_back(s.source);
-        }
+        needed += size_t(rules.demoted(now, rules.appended(now, counts[i])).size());
     }
-    return needed <= state.coded.available() + state.coded.freed_by(std::move(sources));
+    return needed <= state.coded.available();
 }
 
 void Cache::State::append(Sequence& s, std::span<const uint32_t> tokens) {
