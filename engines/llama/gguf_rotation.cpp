@@ -3,6 +3,7 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstring>
 #include <functional>
@@ -17,7 +18,7 @@ namespace crumb::llama {
 
 namespace {
 
-constexpr int kVersion = 1;
+constexpr uint32_t kVersion = 1;
 constexpr int64_t kMostChannels = 1024, kMostHeads = 1024;
 
 struct Kind {
@@ -86,6 +87,49 @@ Matrices read_matrices(const GgufFile& gguf, int64_t i, const Kind& kind, const 
     return m;
 }
 
+constexpr const char* kVersionKey = "crumb.artefact_version";
+constexpr const char* kTokensKey = "crumb.tokens";
+
+// The metadata keys of a provenance and where their values go; P is Provenance or const Provenance.
+template <class P>
+auto texts(P& p) {
+    return std::array{
+        std::pair("crumb.model.name", &p.model.name), std::pair("crumb.model.architecture", &p.model.architecture),
+        std::pair("crumb.model.hash", &p.model.hash), std::pair("crumb.method", &p.method),
+        std::pair("crumb.text_hash", &p.text_hash),   std::pair("crumb.texts", &p.texts),
+        std::pair("crumb.created_by", &p.created_by)};
+}
+template <class P>
+auto counts(P& p) {
+    return std::array{std::pair("crumb.model.n_layer", &p.model.n_layer),
+                      std::pair("crumb.model.n_head", &p.model.n_head),
+                      std::pair("crumb.model.n_head_kv", &p.model.n_head_kv),
+                      std::pair("crumb.model.dim_k", &p.model.dim_k), std::pair("crumb.model.dim_v", &p.model.dim_v)};
+}
+
+Provenance read_provenance(const GgufFile& gguf, const std::string& file) {
+    const auto find = [&](const char* key, gguf_type type) {
+        const int64_t id = gguf_find_key(gguf.meta(), key);
+        if (id < 0 || gguf_get_kv_type(gguf.meta(), id) != type) {
+            fail("{}: its metadata lacks {}, or has it as another type than {}", file, key, gguf_type_name(type));
+        }
+        return id;
+    };
+    if (const uint32_t version = gguf_get_val_u32(gguf.meta(), find(kVersionKey, GGUF_TYPE_UINT32));
+        version != kVersion) {
+        fail("{}: its rotations have format version {}, and this program reads version {}", file, version, kVersion);
+    }
+    Provenance p;
+    for (const auto& [key, value] : texts(p)) {
+        *value = gguf_get_val_str(gguf.meta(), find(key, GGUF_TYPE_STRING));
+    }
+    for (const auto& [key, value] : counts(p)) {
+        *value = gguf_get_val_i32(gguf.meta(), find(key, GGUF_TYPE_INT32));
+    }
+    p.tokens = gguf_get_val_u64(gguf.meta(), find(kTokensKey, GGUF_TYPE_UINT64));
+    return p;
+}
+
 struct FreeGgml {
     void operator()(ggml_context* context) const { ggml_free(context); }
 };
@@ -120,13 +164,14 @@ class Copy {
     }
 
     void set(const Provenance& p) {
-        gguf_set_val_u32(out_.get(), "crumb.artefact_version", kVersion);
-        gguf_set_val_str(out_.get(), "crumb.model_hash", p.model.hash.c_str());
-        gguf_set_val_str(out_.get(), "crumb.method", p.method.c_str());
-        gguf_set_val_str(out_.get(), "crumb.text_hash", p.text_hash.c_str());
-        gguf_set_val_str(out_.get(), "crumb.texts", p.texts.c_str());
-        gguf_set_val_u64(out_.get(), "crumb.tokens", p.tokens);
-        gguf_set_val_str(out_.get(), "crumb.created_by", p.created_by.c_str());
+        gguf_set_val_u32(out_.get(), kVersionKey, kVersion);
+        for (const auto& [key, value] : texts(p)) {
+            gguf_set_val_str(out_.get(), key, value->c_str());
+        }
+        for (const auto& [key, value] : counts(p)) {
+            gguf_set_val_i32(out_.get(), key, *value);
+        }
+        gguf_set_val_u64(out_.get(), kTokensKey, p.tokens);
     }
 
     void write(const std::filesystem::path& path) const {
@@ -162,7 +207,7 @@ class Copy {
 
 bool is_rotation_tensor(std::string_view name) { return place_of(name).has_value(); }
 
-Artefact read_gguf_rotations(const std::filesystem::path& file, const ModelIdentity& model) {
+Artefact read_gguf_rotations(const std::filesystem::path& file, const std::optional<ModelIdentity>& model) {
     const GgufFile gguf(file);
     Artefact artefact;
     for (int64_t i = 0; i < gguf.n_tensors(); ++i) {
@@ -176,27 +221,23 @@ Artefact read_gguf_rotations(const std::filesystem::path& file, const ModelIdent
     }
     check(artefact, file.string());
 
-    Provenance& p = artefact.provenance;
-    p.model = model;
-    const std::string made_for = gguf.text("crumb.model_hash");
-    if (made_for.empty()) {
-        p.method = fmt::format("imported from the tensors of {}", file.filename().string());
-        return artefact;
-    }
-    if (made_for != model.hash) {
-        fail(
-            "{} carries rotations for other weights ({}) than its own ({}): its weights were replaced after "
-            "calibration; "
-            "make new ones with: crumb calibrate -m {}",
-            file.string(), made_for, model.hash, file.string());
-    }
-    p.method = gguf.text("crumb.method");
-    p.text_hash = gguf.text("crumb.text_hash");
-    p.texts = gguf.text("crumb.texts");
-    p.created_by = gguf.text("crumb.created_by");
-    const int64_t tokens = gguf_find_key(gguf.meta(), "crumb.tokens");
-    if (tokens >= 0 && gguf_get_kv_type(gguf.meta(), tokens) == GGUF_TYPE_UINT64) {
-        p.tokens = gguf_get_val_u64(gguf.meta(), tokens);
+    if (gguf_find_key(gguf.meta(), kVersionKey) >= 0) {
+        artefact.provenance = read_provenance(gguf, file.string());
+        const std::string hash = weights_hash(file);
+        if (artefact.provenance.model.hash != hash) {
+            fail(
+                "{} carries rotations for the weights {}, but its own are {}: they were replaced after calibration; "
+                "calibrate the model again with: crumb calibrate -m MODEL",
+                file.string(), artefact.provenance.model.hash, hash);
+        }
+        if (model) {
+            artefact.require(*model);
+        }
+    } else if (model) {
+        artefact.provenance.model = *model;
+        artefact.provenance.method = fmt::format("imported from the tensors of {}", file.filename().string());
+    } else {
+        fail("{} does not say which model its rotations are for: give the model that they belong to", file.string());
     }
     return artefact;
 }

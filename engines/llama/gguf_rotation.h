@@ -5,22 +5,24 @@
 //
 // Rotations are stored transposed: ggml_mul_mat(rot, x) is x R. Provenance is in metadata, crumb.*; files of other
 // tools have none. llama.cpp refuses a file with tensors that it does not use: such a file is for transport, and for
-// forks and engines that know these tensors. Take the artefact out again with extract, which needs no rotations in the
-// model.
+// the forks that know these tensors.
 #pragma once
 
 #include <crumb/artefact.h>
 
 #include <filesystem>
+#include <optional>
 #include <string_view>
 
 namespace crumb::llama {
 
 bool is_rotation_tensor(std::string_view name);
 
-// `model` is what the rotations are for: that the file holds them beside the weights is all the proof there is. Where
-// crumb wrote them, its provenance is taken, and must name the same weights. Throws Error if there are none.
-Artefact read_gguf_rotations(const std::filesystem::path& file, const ModelIdentity& model);
+// Throws Error if there are none. Where crumb wrote them, provenance comes from the file, whose weights must still be
+// those that were calibrated, and those of `model` if it is given. Otherwise `model` says what they are for, and is
+// needed.
+Artefact read_gguf_rotations(const std::filesystem::path& file,
+                             const std::optional<ModelIdentity>& model = std::nullopt);
 
 // Writes a copy of `model_file` with the artefact's tensors, which replace those that it had. A temporary file is
 // written and renamed. Throws Error, also for split models (merge them first) and for an artefact of other weights.
