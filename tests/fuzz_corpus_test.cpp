@@ -1,0 +1,61 @@
+// The fuzzers' properties over a fixed corpus and fixed mutations of it, for compilers without libFuzzer.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <random>
+#include <vector>
+
+#include "../fuzz/targets.h"
+#include "calibrate/whole_file.h"
+
+namespace crumb {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kMutations = 300;
+const fs::path kProject = fs::path(__FILE__).parent_path().parent_path();
+
+// Cut, changed in a few bytes, or with a piece of itself moved: what changes lengths, tags and order.
+std::vector<std::byte> mutated(std::vector<std::byte> bytes, std::mt19937& random) {
+    const auto below = [&](size_t n) { return n == 0 ? 0 : random() % n; };
+    switch (below(3)) {
+        case 0:
+            bytes.resize(below(bytes.size()));
+            break;
+        case 1:
+            for (size_t i = below(4) + 1; i-- > 0 && !bytes.empty();) {
+                bytes[below(bytes.size())] = std::byte(random());
+            }
+            break;
+        case 2:
+            std::rotate(bytes.begin(), bytes.begin() + std::ptrdiff_t(below(bytes.size())), bytes.end());
+            break;
+    }
+    return bytes;
+}
+
+void run(const fs::path& folder, void (*target)(std::span<const std::byte>)) {
+    std::vector<fs::path> files;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+        files.push_back(entry.path());
+    }
+    std::sort(files.begin(), files.end());
+    ASSERT_FALSE(files.empty());
+    std::mt19937 random(1);
+    for (const auto& file : files) {
+        const auto bytes = read_whole_file(file, "a corpus file", 1 << 20);
+        target(bytes);
+        for (int i = 0; i < kMutations; ++i) {
+            target(mutated(bytes, random));
+        }
+    }
+}
+
+TEST(FuzzCorpus, Artefacts) { run(kProject / "fuzz" / "corpus" / "artefact", fuzz::artefact); }
+TEST(FuzzCorpus, Pickles) { run(kProject / "fuzz" / "corpus" / "rotation_file", fuzz::rotation_file); }
+TEST(FuzzCorpus, RotationFiles) { run(kProject / "tests" / "data", fuzz::rotation_file); }
+
+}  // namespace
+}  // namespace crumb
