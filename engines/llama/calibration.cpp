@@ -60,10 +60,7 @@ std::vector<Window> windows_of(const llama_model* model, const CalibrationOption
             if (at >= text.size()) {
                 continue;
             }
-            Window window;
-            if (add_bos) {
-                window.push_back(llama_vocab_bos(vocab));
-            }
+            Window window(add_bos ? 1 : 0, llama_vocab_bos(vocab));
             const size_t end = std::min(text.size(), at + room);
             window.insert(window.end(), text.begin() + std::ptrdiff_t(at), text.begin() + std::ptrdiff_t(end));
             window.resize(std::min(window.size(), left));
@@ -162,19 +159,32 @@ Artefact calibrate(const CalibrationOptions& o) {
                                             .observe = Observer::callback,
                                             .observer = &observer},
                                            std::nullopt);
+    const size_t n_first = o.method.v == Target::sst ? std::min(o.texts.size(), windows.size()) : 0;
+    const auto first = std::span(windows).first(n_first);
+    for (const Window& window : first) {
+        read += window.size();
+    }
     Progress progress(read);
     size_t done = 0;
-    for (const Window& window : windows) {
-        llama_memory_clear(llama_get_memory(context.get()), true);
-        moments.begin_sequence();
-        for (size_t at = 0; at < window.size(); at += o.ubatch) {
-            const auto step = std::span(window).subspan(at, std::min(size_t(o.ubatch), window.size() - at));
-            decode(context.get(), step, int(at), true);
-            observer.rethrow();
-            done += step.size();
-            progress.at(done);
+    const auto observe = [&](std::span<const Window> part) {
+        for (const Window& window : part) {
+            llama_memory_clear(llama_get_memory(context.get()), true);
+            moments.begin_sequence();
+            for (size_t at = 0; at < window.size(); at += o.ubatch) {
+                const auto step = std::span(window).subspan(at, std::min(size_t(o.ubatch), window.size() - at));
+                decode(context.get(), step, int(at), true);
+                observer.rethrow();
+                done += step.size();
+                progress.at(done);
+            }
         }
+    };
+    // sst weighs values by what queries make of their keys; the queries of one window of each text are enough for that.
+    if (!first.empty()) {
+        observe(first);
+        moments.fix_weights();
     }
+    observe(windows);
     observer.require_all(*model);
     Artefact artefact = fit(moments, o.method, std::move(provenance));
     write_artefact(artefact, output);

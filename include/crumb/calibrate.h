@@ -59,6 +59,10 @@ class Moments {
     // The blocks that follow are positions 0, 1, ... of a new sequence.
     void begin_sequence();
 
+    // The weights of sst are taken from the queries seen so far, from now on, and all sums begin anew. Without this
+    // call they are those of the queries up to the block in hand.
+    void fix_weights();
+
     // Throws Error if a layer's shape is not that of its earlier blocks.
     void observe(int layer, const LayerShape& shape, const TokenBlock& block);
 
@@ -76,6 +80,7 @@ class Moments {
     struct Head {
         std::vector<double> k, qq, kk, vv, wvv, oo;
         double w = 0;
+        std::vector<double> fixed;  // mean of q^T q that fix_weights() left, or empty
     };
     struct Layer {
         LayerShape shape;
@@ -84,6 +89,7 @@ class Moments {
         uint64_t sequence = 0;  // which begin_sequence() `position` belongs to
         uint64_t position = 0;
     };
+    static Head empty_head(const LayerShape& shape);
     static void add(const LayerShape& shape, Head& head, int index, uint64_t tokens_before, const TokenBlock& block);
     const Layer& find(int layer) const;
 
@@ -101,7 +107,7 @@ enum class Composition : uint8_t { r_h_pbr, r_h, h_pbr, h, r, pbr };
 
 struct RotationMethod {
     Target k = Target::qqt;
-    Target v = Target::sst;
+    Target v = Target::sst_true;
     Composition composition = Composition::r_h_pbr;
     bool per_head = false;  // one rotation per KV head; else one per layer, from the mean of its heads' moments
 };

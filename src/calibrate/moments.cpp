@@ -1,7 +1,7 @@
-// Streaming sums. One pass is enough for all targets but the surrogate of sst, whose weights w = k A k^T want the A =
-// Q^T Q of all tokens: here A is that of the tokens so far, this block included. A settles within a few blocks, weights
-// only matter relative to each other, and the result stays within a few percent of the batch definition (tested), well
-// below what another calibration text changes.
+// Streaming sums. One pass is enough for all of them but the surrogate of sst, whose weights w = k A k^T want the A =
+// Q^T Q of all tokens. A differs between the beginning of a text and the rest (RoPE turns its slow channels a little
+// further with each position), so that an A that grows with the text weighs tokens unequally: by fix_weights(), A comes
+// from an earlier reading.
 #include <crumb/calibrate.h>
 #include <crumb/error.h>
 
@@ -63,6 +63,34 @@ Moments::Moments(int skip, int n_threads) : skip_(skip), n_threads_(n_threads) {
 
 void Moments::begin_sequence() { ++sequence_; }
 
+Moments::Head Moments::empty_head(const LayerShape& shape) {
+    const size_t kk = size_t(shape.dim_k) * shape.dim_k, vv = size_t(shape.dim_v) * shape.dim_v;
+    Head head;
+    head.k.resize(shape.dim_k);
+    for (auto* sum : {&head.qq, &head.kk}) {
+        sum->resize(kk);
+    }
+    for (auto* sum : {&head.vv, &head.wvv, &head.oo}) {
+        sum->resize(vv);
+    }
+    return head;
+}
+
+void Moments::fix_weights() {
+    for (auto& [index, layer] : layers_) {
+        if (layer.tokens == 0) {
+            fail("layer {} has seen no tokens beyond the first {}, so there are no weights", index, skip_);
+        }
+        const double count = double(layer.tokens) * (layer.shape.n_head / layer.shape.n_head_kv);
+        for (Head& head : layer.heads) {
+            std::vector<double> fixed = mean_of(head.qq, count);
+            head = empty_head(layer.shape);
+            head.fixed = std::move(fixed);
+        }
+        layer.tokens = 0;
+    }
+}
+
 void Moments::add(const LayerShape& shape, Head& head, int index, uint64_t tokens_before, const TokenBlock& block) {
     const int dk = shape.dim_k, dv = shape.dim_v, n = block.n_tokens, group = shape.n_head / shape.n_head_kv;
     for (int g = 0; g < group; ++g) {
@@ -72,6 +100,8 @@ void Moments::add(const LayerShape& shape, Head& head, int index, uint64_t token
         for_rows(block.output, q_head, n, dv,
                  [&](const double* rows, int, int m) { add_gram(rows, m, dv, head.oo.data()); });
     }
+    const std::vector<double>& a = head.fixed.empty() ? head.qq : head.fixed;
+    const double count = head.fixed.empty() ? double(tokens_before + n) * group : 1.0;
     std::vector<double> weights(n);
     for_rows(block.k, index, n, dk, [&](const double* rows, int first, int m) {
         add_gram(rows, m, dk, head.kk.data());
@@ -80,9 +110,8 @@ void Moments::add(const LayerShape& shape, Head& head, int index, uint64_t token
                 head.k[i] += rows[t * dk + i];
             }
         }
-        quadratic_forms(rows, m, dk, head.qq.data(), weights.data() + first);
+        quadratic_forms(rows, m, dk, a.data(), weights.data() + first);
     });
-    const double count = double(tokens_before + n) * group;
     for (double& w : weights) {
         w = std::max(w, 0.0) / count;
         head.w += w;
@@ -108,11 +137,8 @@ void Moments::observe(int index, const LayerShape& shape, const TokenBlock& bloc
     }
     Layer& layer = layers_[index];
     if (layer.heads.empty()) {
-        const size_t kk = size_t(shape.dim_k) * shape.dim_k, vv = size_t(shape.dim_v) * shape.dim_v;
-        const auto zeros = [](size_t n) { return std::vector<double>(n); };
         layer.shape = shape;
-        layer.heads.assign(shape.n_head_kv,
-                           {zeros(shape.dim_k), zeros(kk), zeros(kk), zeros(vv), zeros(vv), zeros(vv)});
+        layer.heads.assign(shape.n_head_kv, empty_head(shape));
     }
     if (layer.shape != shape) {
         fail("layer {}: it had {}, and now {}; calibrate one model at a time", index, describe(layer.shape),
