@@ -1,2 +1,65 @@
+#include "command_line.h"
 #include "commands.h"
-namespace crumb::app { int rotations(int, char**) { return 1; } }
+#include "gguf_rotation.h"
+#include "model_identity.h"
+#include "session.h"
+
+#include <crumb/artefact.h>
+#include <crumb/rotation_file.h>
+
+#include <cstdio>
+
+namespace crumb::app {
+
+int rotations(int argc, char** argv) {
+    CLI::App app{"OSCAR's rotation files and GGUF tensors, in and out of artefacts", "crumb rotations"};
+    app.require_subcommand(1);
+    std::filesystem::path model, artefact, k, v, from, output;
+
+    auto* import = app.add_subcommand("import", "official .pt files (V1, V2) -> artefact");
+    import->add_option("-m,--model", model, "the GGUF model that they are for")->required();
+    import->add_option("--k", k, "K rotations, .pt")->required();
+    import->add_option("--v", v, "V rotations, .pt")->required();
+    import->add_option("-o,--output", output, "artefact (default: beside the model)");
+
+    auto* export_ = app.add_subcommand("export", "artefact -> official .pt files");
+    export_->add_option("--artifact", artefact, "artefact")->required();
+    export_->add_option("--k", k, "K rotations to write")->required();
+    export_->add_option("--v", v, "V rotations to write")->required();
+
+    auto* embed = app.add_subcommand("embed", "model and artefact -> one GGUF, for transport");
+    embed->add_option("-m,--model", model, "GGUF model")->required();
+    embed->add_option("--artifact", artefact, "artefact (default: beside the model)");
+    embed->add_option("-o,--output", output, "GGUF to write")->required();
+
+    auto* extract = app.add_subcommand("extract", "GGUF with rotations -> artefact");
+    extract->add_option("-m,--model", model, "the GGUF model that they are for, without them")->required();
+    extract->add_option("--from", from, "GGUF with the rotations")->required();
+    extract->add_option("-o,--output", output, "artefact (default: beside the model)");
+
+    if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
+    const auto identity = [&] {
+        llama::quiet_log();
+        return llama::identify(*llama::load_model(model, llama::Load::geometry), model);
+    };
+    const auto beside = [&](const std::filesystem::path& chosen) { return chosen.empty() ? llama::default_artefact(model) : chosen; };
+
+    if (import->parsed()) {
+        const Artefact result = import_rotation_files(k, v, identity());
+        write_artefact(result, beside(output));
+        std::printf("wrote %s: %zu layers, hash %s\n", beside(output).c_str(), result.layers.size(), result.hash().c_str());
+    } else if (export_->parsed()) {
+        export_rotation_files(read_artefact(artefact), k, v);
+        std::printf("wrote %s and %s\n", k.c_str(), v.c_str());
+    } else if (embed->parsed()) {
+        llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);
+        std::printf("wrote %s\n", output.c_str());
+    } else {
+        const Artefact result = llama::read_gguf_rotations(from, identity());
+        write_artefact(result, beside(output));
+        std::printf("wrote %s: %zu layers, hash %s\n", beside(output).c_str(), result.layers.size(), result.hash().c_str());
+    }
+    return 0;
+}
+
+}  // namespace crumb::app

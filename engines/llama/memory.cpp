@@ -51,10 +51,15 @@ Memory::~Memory() = default;
 
 llama_memory_context_ptr Memory::init_batch(llama_batch_allocr& balloc, uint32_t n_ubatch, bool) {
     balloc.split_reset();
+    // A token of several sequences is stored in each of them: a step has room for n_ubatch rows, not n_ubatch tokens.
+    const llama_batch& batch = balloc.get_batch();
+    int copies = 1;
+    for (int32_t i = 0; i < batch.n_tokens; ++i) { copies = std::max(copies, batch.n_seq_id[i]); }
+    const uint32_t n_tokens = std::max<uint32_t>(1, n_ubatch / copies);
     std::vector<llama_ubatch> ubatches;
     for (;;) {
         // Sequences of any length may share a ubatch: attention follows the sequence of each token.
-        auto ubatch = balloc.split_simple(n_ubatch);
+        auto ubatch = balloc.split_simple(n_tokens);
         if (ubatch.n_tokens == 0) { break; }
         if (ubatch.embd && ubatch.is_pos_2d()) {
             LLAMA_LOG_ERROR("crumb: image positions (M-RoPE) are not supported by --kv; run without --kv\n");

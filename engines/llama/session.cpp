@@ -35,6 +35,7 @@ ContextPtr new_context(llama_model* model, const ContextOptions& options, const 
     params.n_ubatch = options.n_ubatch;
     params.n_threads = params.n_threads_batch =
         options.n_threads > 0 ? options.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    if (!kv) { params.type_k = params.type_v = options.stock_type; }
     params.cb_eval = options.observe;
     params.cb_eval_user_data = options.observer;
     params.no_perf = true;

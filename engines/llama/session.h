@@ -34,7 +34,7 @@ struct ContextOptions {
     int n_ctx = 4096;
     int n_ubatch = 512;
     int n_threads = 0;  // 0: all cores
-    bool all_logits = false;
+    ggml_type stock_type = GGML_TYPE_F16;  // of llama.cpp's own cache
     ggml_backend_sched_eval_callback observe = nullptr;
     void* observer = nullptr;
 };

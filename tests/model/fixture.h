@@ -12,6 +12,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 namespace crumb::llama {
 
@@ -42,7 +43,9 @@ inline std::filesystem::path f32_copy(const std::string& name) {
 }
 
 inline std::vector<llama_token> text_tokens(const llama_model* model, const std::string& domain, size_t n) {
-    auto tokens = tokenize(model, read_text(kCache / "text" / "evaluation" / (domain + ".txt")), true, false);
+    // Some tokenizers take the square of the length: no more text than is needed, at most 8 bytes a token.
+    const auto text = read_text(kCache / "text" / "evaluation" / (domain + ".txt")).substr(0, n * 8);
+    auto tokens = tokenize(model, text, true, false);
     if (tokens.size() < n) { fail("{} has {} tokens, {} are needed", domain, tokens.size(), n); }
     tokens.resize(n);
     return tokens;
@@ -54,6 +57,17 @@ inline KvOptions kv(const std::string& recipe, int sink = 64, int recent = 256) 
     options.sink = sink;
     options.recent = recent;
     return options;
+}
+
+// Parameters of a context for tests that need several sequences; more threads than cores would wait for each other.
+inline llama_context_params several_sequences(int n_ctx, int n_ubatch, int n_sequences) {
+    auto params = llama_context_default_params();
+    params.n_ctx = n_ctx;
+    params.n_ubatch = n_ubatch;
+    params.n_batch = n_ctx;
+    params.n_seq_max = n_sequences;
+    params.n_threads = params.n_threads_batch = int(std::max(1u, std::thread::hardware_concurrency()));
+    return params;
 }
 
 inline int n_vocab(const llama_context* context) { return llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(context))); }
@@ -86,6 +100,13 @@ inline std::vector<llama_token> greedy(llama_context* context, int position, int
 inline std::vector<uint8_t> state_of(llama_context* context, llama_seq_id id) {
     std::vector<uint8_t> state(llama_state_seq_get_size(context, id));
     state.resize(llama_state_seq_get_data(context, state.data(), state.size(), id));
+    return state;
+}
+
+// What the cache wrote of it: llama.cpp puts its magic number and the sequence's id in front.
+inline std::vector<uint8_t> cached(llama_context* context, llama_seq_id id) {
+    auto state = state_of(context, id);
+    state.erase(state.begin(), state.begin() + 2 * sizeof(uint32_t));
     return state;
 }
 
