@@ -29,4 +29,4 @@ if [[ ! -e $artefact ]]; then
 fi
 
 exec "$crumb" compare -m "$model" --kv oscar --kv-artifact "$artefact" -f "$text/document.txt" \
-    -p "Question: according to the text above, what is a namespace? Answer in one sentence." -n 64
+    -p "Question: according to the text above, what does it mean when a recv returns 0 bytes? Answer in one sentence." -n 64

@@ -132,7 +132,7 @@ class SameAnswers(unittest.TestCase):
 class CodedServer(unittest.TestCase):
     def test_bad_requests_and_states_lose_nothing(self):
         with Server(["--kv", "quarot:paper"]) as server:
-            first = server.ask(TEXT * 40 + "So", id_slot=0)["content"]
+            first = server.ask(TEXT * 26 + "So", id_slot=0)["content"]
             server.call("/slots/0?action=save", {"filename": "good.bin"})
             path = os.path.join(server.folder.name, "good.bin")
             with open(path, "rb") as f:
@@ -150,7 +150,7 @@ class CodedServer(unittest.TestCase):
                 server.ask(TEXT * 400)
             self.assertEqual(error.exception.code, 400)
             server.call("/slots/0?action=restore", {"filename": "good.bin"})
-            self.assertEqual(server.ask(TEXT * 40 + "So", id_slot=0)["content"], first)
+            self.assertEqual(server.ask(TEXT * 26 + "So", id_slot=0)["content"], first)
 
     def test_flags_that_contradict(self):
         for flags, word in ((["-ctk", "q8_0"], "-ctk"), (["--context-shift"], "--context-shift"), (["--cache-reuse", "64"], "--cache-reuse"),
