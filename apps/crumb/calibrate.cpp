@@ -7,15 +7,38 @@
 
 
 #include <cstdio>
+#include <cstdlib>
 
 namespace crumb::app {
+
+namespace {
+
+// What tools/fetch.py text puts into the cache folder: documentation, prose and code.
+std::vector<std::filesystem::path> fetched_texts() {
+    const auto variable = [](const char* name) { return std::filesystem::path(std::getenv(name) ? std::getenv(name) : ""); };
+    auto cache = variable("CRUMB_CACHE");
+    if (cache.empty()) { cache = (variable("XDG_CACHE_HOME").empty() ? variable("HOME") / ".cache" : variable("XDG_CACHE_HOME")) / "crumb"; }
+    std::vector<std::filesystem::path> texts;
+    for (const char* domain : {"docs.txt", "prose.txt", "code.txt"}) {
+        texts.push_back(cache / "text" / "calibration" / domain);
+        if (!std::filesystem::exists(texts.back())) {
+            fail("no text was given, and {} has not been fetched: give -f FILE, several times for several domains, or type\n"
+                 "    tools/fetch.py text",
+                 texts.back().string());
+        }
+    }
+    return texts;
+}
+
+}  // namespace
 
 int calibrate(int argc, char** argv) {
     CLI::App app{"Measure a model's K and V while it reads texts, and write its artefact", "crumb calibrate"};
     llama::CalibrationOptions o;
     std::string k_target(name(o.method.k)), v_target(name(o.method.v)), composition(name(o.method.composition));
     app.add_option("-m,--model", o.model, "GGUF model")->required();
-    app.add_option("-f,--file", o.texts, "texts to read, several domains if you can: prose, technical, code, chat, your own")->required();
+    app.add_option("-f,--file", o.texts, "texts to read, several domains if you can: prose, technical, code, chat, your own "
+                                       "(default: what tools/fetch.py text fetched)");
     app.add_option("-o,--output", o.output, "artefact (default: MODEL.crumb.safetensors beside the model, where --kv looks for it)");
     app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str();
     app.add_option("-c,--ctx-size", o.window, "tokens of a window; each begins a new sequence")->capture_default_str()->check(CLI::Range(128, 1 << 20));
@@ -27,6 +50,7 @@ int calibrate(int argc, char** argv) {
     app.add_option("--composition", composition, "r_h_pbr, r_h, h_pbr, h, r, pbr")->capture_default_str();
     app.add_flag("--per-head", o.method.per_head, "a rotation per KV head instead of one per layer");
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
+    if (o.texts.empty()) { o.texts = fetched_texts(); }
     o.method.k = find_target(k_target);
     o.method.v = find_target(v_target);
     o.method.composition = find_composition(composition);
