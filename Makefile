@@ -39,10 +39,10 @@ test: setup build ## everything: fetch two small models and text, run all tests
 	@tools/fetch.py text >/dev/null
 	@$(ctest)
 
-test-fast: build ## the tests that need no model
+test-fast: setup build ## the tests that need no model
 	@$(ctest) -L fast
 
-demo: build ## chat about a document with a compressed cache; MODEL=smollm2|qwen
+demo: setup build ## chat about a document with a compressed cache; MODEL=smollm2|qwen
 	@tools/fetch.py model $(MODEL) >/dev/null
 	@tools/fetch.py text >/dev/null
 	@CRUMB_BUILD=$(BUILD) tools/demo.sh $(MODEL)
