@@ -26,7 +26,7 @@ int forward(int argc, char** argv, int (*tool)(int, char**)) {
     for (auto& argument : arguments.rest) { rest.push_back(argument.data()); }
     rest.push_back(nullptr);
     const int status = tool(int(rest.size()) - 1, rest.data());
-    if (const auto why = llama::last_refusal(); status != 0 && !why.empty()) {
+    if (const auto why = llama::last_refusal(); arguments.kv && status != 0 && !why.empty()) {
         std::fprintf(stderr, "crumb %s: error: %s\n", argv[0], why.c_str());
     }
     return status;

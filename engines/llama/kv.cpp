@@ -150,6 +150,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
     auto& g = global();
     try {
         CRUMB_ASSERT(g.options);
+        g.refusal.clear();
         for (const ggml_type type : {params.type_k, params.type_v}) {
             if (type != GGML_TYPE_F16) {
                 fail("cache type {} was asked for together with --kv {}: --kv replaces the KV cache, leave out -ctk and -ctv",
@@ -177,9 +178,22 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
     }
 }
 
-void remember_file(const llama_model* model, const char* path) {
+// Models for which llama.cpp makes no KV cache, or not only one: the factory is never asked, and a hook of ours ends the
+// creation of their context with llama.cpp's own words. Empty for the others.
+std::string without_kv_cache(const llama_model& model) {
+    const auto because = [&](std::string_view what) {
+        return fmt::format("architecture '{}': {}; run without --kv", architecture(model), what);
+    };
+    if (llama_model_is_recurrent(&model)) { return because("a recurrent state is no KV cache"); }
+    if (llama_model_is_hybrid(&model)) { return because("recurrent layers beside a KV cache are not supported by --kv"); }
+    if (!model.hparams.causal_attn) { return because("encoders and diffusion models keep no KV cache"); }
+    return {};
+}
+
+void observe_load(const llama_model* model, const char* path) {
     std::lock_guard lock(global().mutex);
     global().files[model] = path;
+    global().refusal = without_kv_cache(*model);
 }
 
 }  // namespace
@@ -187,7 +201,7 @@ void remember_file(const llama_model* model, const char* path) {
 void use_kv(std::optional<KvOptions> options) {
     global().options = std::move(options);
     llama_memory_set_factory(global().options ? create : nullptr);
-    llama_model_set_load_observer(remember_file);
+    llama_model_set_load_observer(observe_load);
 }
 
 std::string last_refusal() {
