@@ -15,7 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kMutations = 300;
-const fs::path kProject = fs::path(__FILE__).parent_path().parent_path();
+const fs::path kProject = CRUMB_SOURCE;
 
 // Cut, changed in a few bytes, or with a piece of itself moved: what changes lengths, tags and order.
 std::vector<std::byte> mutated(std::vector<std::byte> bytes, std::mt19937& random) {

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using Bytes = std::vector<std::byte>;
 
-const fs::path kData = fs::path(__FILE__).parent_path() / "data";
+const fs::path kData = fs::path(CRUMB_SOURCE) / "tests" / "data";
 
 std::string error_of(const auto& f) {
     try {

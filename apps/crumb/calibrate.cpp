@@ -3,8 +3,8 @@
 #include "commands.h"
 #include "session.h"
 
+#include <crumb/artefact.h>
 #include <crumb/error.h>
-
 
 #include <cstdio>
 #include <cstdlib>
@@ -43,7 +43,7 @@ int calibrate(int argc, char** argv) {
     app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str();
     app.add_option("-c,--ctx-size", o.window, "tokens of a window; each begins a new sequence")->capture_default_str()->check(CLI::Range(128, 1 << 20));
     app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
-    app.add_option("--skip", o.skip, "first tokens of each window that are left out: sinks")->capture_default_str()->check(CLI::NonNegativeNumber);
+    app.add_option("--skip", o.skip, "first tokens of each window that are left out: sinks")->capture_default_str()->check(CLI::Range(0, 1 << 20));
     app.add_option("-t,--threads", o.n_threads, "threads (default: all cores)");
     app.add_option("--k-target", k_target, "whose eigenvectors rotate K: qqt, ktk")->capture_default_str();
     app.add_option("--v-target", v_target, "whose eigenvectors rotate V: sst, sst_true, vtv")->capture_default_str();
@@ -55,9 +55,11 @@ int calibrate(int argc, char** argv) {
     o.method.v = find_target(v_target);
     o.method.composition = find_composition(composition);
 
+    const auto path = o.output.empty() ? llama::default_artefact(o.model) : o.output;
+    require_artefact_output(path);
+
     llama::quiet_log();
     const Artefact artefact = llama::calibrate(o);
-    const auto path = o.output.empty() ? llama::default_artefact(o.model) : o.output;
     std::printf("wrote %s: %s, %zu layers, %llu tokens, hash %s\n", path.string().c_str(), artefact.provenance.method.c_str(),
                 artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), artefact.hash().c_str());
     return 0;

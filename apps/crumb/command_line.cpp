@@ -15,7 +15,7 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
         app.parse(std::move(arguments));
         return std::nullopt;
     } catch (const CLI::ParseError& e) {
-        return app.exit(e);
+        return app.exit(e) == 0 ? 0 : kUsageError;
     }
 }
 

@@ -9,6 +9,8 @@
 
 namespace crumb::app {
 
+inline constexpr int kUsageError = 2;  // exit status
+
 // Parses `arguments` (the first is the command's name). An exit status if there is nothing left to do: --help, or a wrong
 // flag, which has been explained.
 std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments);

@@ -1,6 +1,8 @@
 // llama.cpp's tools as they are: their functions are called with every flag but ours.
 #include "commands.h"
 
+#include <crumb/error.h>
+
 #include <cstdio>
 #include <string_view>
 
@@ -40,6 +42,9 @@ int serve(int argc, char** argv) { return forward(argc, argv, llama_server); }
 int perplexity(int argc, char** argv) { return forward(argc, argv, llama_perplexity); }
 int bench(int argc, char** argv) { return forward(argc, argv, llama_bench); }
 int batched_bench(int argc, char** argv) { return forward(argc, argv, llama_batched_bench); }
-int quantize(int argc, char** argv) { return forward(argc, argv, llama_quantize); }
+int quantize(int argc, char** argv) {
+    if (take_kv_arguments(argc, argv).kv) { fail("quantize changes weights and keeps no KV cache: leave --kv out"); }
+    return forward(argc, argv, llama_quantize);
+}
 
 }  // namespace crumb::app

@@ -97,7 +97,7 @@ void print_page(const std::filesystem::path& file, const Recipe& recipe, int dim
     const PageFormat format = page_format(recipe, dim, dim);
     std::vector<std::byte> page(format.bytes());
     std::ifstream in(file, std::ios::binary | std::ios::ate);
-    if (!in) { fail("cannot read the page file {}", file.string()); }
+    if (!in || !std::filesystem::is_regular_file(file)) { fail("cannot read the page file {}: there is no such file", file.string()); }
     if (size_t(in.tellg()) != page.size()) {
         fail("{} has {} bytes, a page of --kv {} with head size {} has {}", file.string(), size_t(in.tellg()), recipe.name, dim, page.size());
     }

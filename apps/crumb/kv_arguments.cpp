@@ -52,6 +52,11 @@ const Conflict kConflicts[] = {
     {{"-gaw", "--grp-attn-w"}, "LLAMA_ARG_GRP_ATTN_W", "self-extend changes the positions of coded keys"},
 };
 
+bool means_off(std::string_view value) {
+    constexpr std::string_view kOff[] = {"", "0", "false", "off", "disabled"};
+    return std::ranges::find(kOff, value) != std::end(kOff);
+}
+
 void refuse_conflicts(const std::vector<std::string>& arguments, const std::string& recipe) {
     for (const auto& conflict : kConflicts) {
         for (const auto& argument : arguments) {
@@ -60,7 +65,7 @@ void refuse_conflicts(const std::vector<std::string>& arguments, const std::stri
                 if (name == flag) { fail("{} does not go with --kv {}: {}; leave out one of them", flag, recipe, conflict.why); }
             }
         }
-        if (const char* value = std::getenv(conflict.environment); value && *value && std::string_view(value) != "0") {
+        if (const char* value = std::getenv(conflict.environment); value && !means_off(value)) {
             fail("the environment variable {}={} does not go with --kv {}: {}; unset it", conflict.environment, value, recipe,
                  conflict.why);
         }
@@ -96,6 +101,7 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             options.recipe = find_recipe(value).name;
             asked = true;
         } else if (flag == "--kv-artifact") {
+            if (value.empty()) { fail("--kv-artifact needs the name of a file; leave it out for the one beside the model"); }
             options.artefact = value;
         } else if (flag == "--kv-sink") {
             options.sink = count(flag, value);

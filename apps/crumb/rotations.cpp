@@ -5,6 +5,7 @@
 #include "session.h"
 
 #include <crumb/artefact.h>
+#include <crumb/error.h>
 #include <crumb/rotation_file.h>
 
 #include <cstdio>
@@ -42,6 +43,14 @@ int rotations(int argc, char** argv) {
         llama::quiet_log();
         return llama::identify(*llama::load_model(model, llama::Load::geometry), model);
     };
+    const auto not_an_input = [&](std::initializer_list<std::filesystem::path> inputs) {
+        for (const auto& input : inputs) {
+            std::error_code error;
+            if (std::filesystem::equivalent(input, output, error)) {
+                fail("-o {} is also read: name another file", output.string());
+            }
+        }
+    };
     const auto beside = [&](const std::filesystem::path& chosen) { return chosen.empty() ? llama::default_artefact(model) : chosen; };
 
     if (import->parsed()) {
@@ -52,6 +61,7 @@ int rotations(int argc, char** argv) {
         export_rotation_files(read_artefact(artefact), k, v);
         std::printf("wrote %s and %s\n", k.c_str(), v.c_str());
     } else if (embed->parsed()) {
+        not_an_input({model, beside(artefact)});
         llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);
         std::printf("wrote %s\n", output.c_str());
     } else {

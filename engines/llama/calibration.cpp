@@ -25,8 +25,9 @@ constexpr size_t kMostBytesPerToken = 8;
 // The beginning of a text, enough for n tokens.
 std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
     std::ifstream in(file, std::ios::binary);
-    if (!in) {
-        fail("cannot read the text {}: no such file, or it may not be read", file.string());
+    std::error_code error;
+    if (!in || std::filesystem::is_directory(file, error)) {
+        fail("cannot read the text {}: no such file, a folder, or it may not be read", file.string());
     }
     std::string text(n_tokens * kMostBytesPerToken, '\0');
     in.read(text.data(), std::streamsize(text.size()));

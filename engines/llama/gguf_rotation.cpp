@@ -175,6 +175,7 @@ class Copy {
     }
 
     void write(const std::filesystem::path& path) const {
+        require_replaceable(path, 0, "GGUF", "a GGUF");
         WholeFile file(path);
         std::vector<std::byte> meta(gguf_get_meta_size(out_.get()));
         gguf_get_meta_data(out_.get(), meta.data());

@@ -153,7 +153,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         g.refusal.clear();
         for (const ggml_type type : {params.type_k, params.type_v}) {
             if (type != GGML_TYPE_F16) {
-                fail("cache type {} was asked for together with --kv {}: --kv replaces the KV cache, leave out -ctk and -ctv",
+                fail("cache type {} was asked for together with --kv {}: --kv replaces the KV cache, leave out -ctk and -ctv (of a draft model -ctkd and -ctvd)",
                      ggml_type_name(type), g.options->recipe);
             }
         }

@@ -69,10 +69,12 @@ std::string detokenize(const llama_model* model, std::span<const llama_token> to
 }
 
 std::string read_text(const std::filesystem::path& file) {
+    std::error_code error;
+    if (std::filesystem::is_directory(file, error)) { fail("{} is a folder: name the text files in it", file.string()); }
     std::ifstream in(file, std::ios::binary);
-    std::ostringstream text;
-    if (!in || !(text << in.rdbuf())) { fail("cannot read the text file {}", file.string()); }
-    return text.str();
+    std::string text(std::istreambuf_iterator<char>(in), {});
+    if (!in.is_open() || in.bad()) { fail("cannot read the text file {}", file.string()); }
+    return text;
 }
 
 void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only) {

@@ -83,4 +83,7 @@ Artefact read_artefact(const std::filesystem::path& file);
 // Writes to a temporary file beside `file` and renames it. Throws Error.
 void write_artefact(const Artefact& artefact, const std::filesystem::path& file);
 
+// Throws Error unless an artefact may be written to `file`: it can be made, or is one already. Long work asks first.
+void require_artefact_output(const std::filesystem::path& file);
+
 }  // namespace crumb

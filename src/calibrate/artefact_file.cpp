@@ -323,7 +323,13 @@ Artefact read_artefact(const std::filesystem::path& file) {
 
 void write_artefact(const Artefact& artefact, const std::filesystem::path& file) {
     check(artefact, file.string());
+    require_artefact_output(file);
     write_whole_file(file, serialise(artefact));
+}
+
+// A safetensors file: the length of its header, then JSON.
+void require_artefact_output(const std::filesystem::path& file) {
+    require_replaceable(file, sizeof(uint64_t), "{", "an artefact");
 }
 
 }  // namespace crumb

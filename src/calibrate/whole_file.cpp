@@ -57,6 +57,19 @@ void write_whole_file(const fs::path& file, std::span<const std::byte> bytes) {
     out.commit();
 }
 
+void require_replaceable(const fs::path& file, size_t offset, std::string_view magic, const char* what) {
+    std::error_code error;
+    if (fs::exists(file, error) && fs::is_regular_file(file, error) && fs::file_size(file, error) > 0) {
+        std::string start(offset + magic.size(), '\0');
+        const std::unique_ptr<std::FILE, int (*)(std::FILE*)> in(std::fopen(file.c_str(), "rb"), std::fclose);
+        const size_t n = in ? std::fread(start.data(), 1, start.size(), in.get()) : 0;
+        if (n != start.size() || std::string_view(start).substr(offset) != magic) {
+            fail("{} exists and is not {}: choose another name, or remove it first", file.string(), what);
+        }
+    }
+    WholeFile{file};  // can it be written?
+}
+
 std::vector<std::byte> read_whole_file(const fs::path& file, const char* what, size_t limit) {
     std::error_code error;
     if (!fs::exists(file, error)) {

@@ -1,0 +1,65 @@
+"""The program's refusals, run as a user runs it: exit status 2 for a wrong flag, 1 for what cannot be done, a line that
+says what, why and what to type, and nothing lost. usage: program_test.py CRUMB"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+PROGRAM = sys.argv.pop(1)
+
+
+class Refusals(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def refused(self, status, *expected, arguments, **environment):
+        done = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=60,
+                              env=os.environ | environment)
+        self.assertEqual(done.returncode, status, done.stderr)
+        for text in expected:
+            self.assertIn(text, done.stderr)
+
+    def test_flags(self):
+        model = ["run", "-m", "model.gguf", "-p", "x"]
+        self.refused(2, "unknown command", arguments=["bnech"])
+        self.refused(2, "--tokens", arguments=["calibrate", "-m", "model.gguf", "--tokens", "many"])
+        self.refused(2, "--skip", arguments=["calibrate", "-m", "model.gguf", "--skip", "-1"])
+        self.refused(1, "no KV recipe 'nope'", "oscar", arguments=[*model, "--kv", "nope"])
+        self.refused(1, "--kv needs a value", arguments=[*model, "--kv"])
+        self.refused(1, "without --kv RECIPE", arguments=[*model, "--kv-sink", "4"])
+        self.refused(1, "--kv-sink takes a whole number", arguments=[*model, "--kv", "had2", "--kv-sink", "-1"])
+        self.refused(1, "position or exact", arguments=[*model, "--kv", "had2", "--kv-prefill", "fast"])
+        self.refused(1, "--kv-artifact needs", arguments=[*model, "--kv", "had2", "--kv-artifact="])
+        self.refused(1, "leave --kv out", arguments=["quantize", "--kv", "had2", "a.gguf", "b.gguf", "q8_0"])
+
+    def test_flags_of_llama_that_contradict(self):
+        for flags in (["-ctk", "q8_0"], ["--cache-type-v=f16"], ["--context-shift"], ["-gan", "4"], ["--cache-reuse", "64"]):
+            self.refused(1, "does not go with --kv had2", arguments=["serve", "-m", "model.gguf", "--kv", "had2", *flags])
+        self.refused(1, "unset it", arguments=["serve", "-m", "model.gguf", "--kv", "had2"], LLAMA_ARG_CONTEXT_SHIFT="true")
+
+    def test_outputs_are_looked_at_before_the_work(self):
+        model = self.folder / "model.gguf"
+        model.write_bytes(b"GGUF and weights")
+        text = self.folder / "text.txt"
+        text.write_text("text " * 20000)
+        self.refused(1, "is not an artefact", "choose another name",
+                     arguments=["calibrate", "-m", model, "-f", text, "-o", model])
+        self.refused(1, "a folder that exists",
+                     arguments=["calibrate", "-m", model, "-f", text, "-o", self.folder / "no" / "a.safetensors"])
+        self.assertEqual(model.read_bytes(), b"GGUF and weights")
+        self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["model.gguf", "text.txt"])
+
+    def test_an_environment_that_says_off_is_no_contradiction(self):
+        done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],
+                              capture_output=True, text=True, timeout=60,
+                              env=os.environ | {"LLAMA_ARG_CONTEXT_SHIFT": "false"})
+        self.assertNotIn("does not go with", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
