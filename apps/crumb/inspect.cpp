@@ -153,7 +153,7 @@ int inspect(int argc, char** argv) {
     if (!page.empty()) { print_page(page, find_recipe(arguments.kv->recipe), head_dim); }
     if (!model_file.empty()) {
         llama::quiet_log();
-        const auto model = llama::load_model(model_file, llama::Load::geometry);
+        const auto model = llama::load_model(model_file, llama::Load::mapped);
         llama::KvOptions kv;
         kv.recipe = "bf16";
         const CacheConfig config = llama::cache_geometry(*model, arguments.kv.value_or(kv), n_ctx, n_parallel, ubatch);

@@ -41,7 +41,7 @@ int rotations(int argc, char** argv) {
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     const auto identity = [&] {
         llama::quiet_log();
-        return llama::identify(*llama::load_model(model, llama::Load::geometry), model);
+        return llama::identify(*llama::load_model(model, llama::Load::mapped), model);
     };
     const auto not_an_input = [&](std::initializer_list<std::filesystem::path> inputs) {
         for (const auto& input : inputs) {

@@ -45,6 +45,30 @@ const ggml_tensor* behind_views(const ggml_tensor* t) {
     return t;
 }
 
+// The scale of a layer's softmax: of the node behind kqv_out-N. Throws Error unless it is a plain softmax.
+float softmax_scale(int layer, const ggml_tensor* attention) {
+    if (attention->op == GGML_OP_CONT) {
+        attention = behind_views(attention->src[0]);
+    }
+    const bool fused = attention->op == GGML_OP_FLASH_ATTN_EXT;
+    const ggml_tensor* softmax = fused ? attention : attention->src[1];
+    if (!fused && (attention->op != GGML_OP_MUL_MAT || softmax->op != GGML_OP_SOFT_MAX)) {
+        fail("layer {}: {} instead of a softmax: this attention is not supported by --metric local, type --metric none",
+             layer, ggml_op_name(attention->op));
+    }
+    float scale, slope, cap = 0;
+    std::memcpy(&scale, softmax->op_params, sizeof(scale));
+    std::memcpy(&slope, softmax->op_params + 1, sizeof(slope));
+    if (fused) {
+        std::memcpy(&cap, softmax->op_params + 2, sizeof(cap));
+    }
+    if (slope != 0 || cap != 0 || softmax->src[fused ? 4 : 2]) {
+        fail("layer {}: a softmax with ALiBi, a soft cap or sinks is not supported by --metric local, type --metric none",
+             layer);
+    }
+    return scale;
+}
+
 }  // namespace
 
 // Tensors lie on any device and may be views with gaps: one transfer of the span they cover.
@@ -154,12 +178,15 @@ void Observer::take_output(int layer, const ggml_tensor* node) {
         const bool token_rows = copy.shape[0] == int64_t(width);
         return HeadRows{copy.data.data(), token_rows ? size_t(copy.stride[1]) : width, size_t(dim)};
     };
-    moments_.observe(layer, shape,
-                     {.n_tokens = int(n_tokens),
-                      .q = {p.q.data.data(), size_t(p.q.stride[1]), size_t(p.q.stride[2])},
-                      .k = rows(p.k, shape.dim_k, "K"),
-                      .v = rows(p.v, shape.dim_v, "V"),
-                      .output = {output.data.data(), size_t(output.stride[1]), size_t(shape.dim_v)}});
+    const TokenBlock block{.n_tokens = int(n_tokens),
+                           .q = {p.q.data.data(), size_t(p.q.stride[1]), size_t(p.q.stride[2])},
+                           .k = rows(p.k, shape.dim_k, "K"),
+                           .v = rows(p.v, shape.dim_v, "V"),
+                           .output = {output.data.data(), size_t(output.stride[1]), size_t(shape.dim_v)}};
+    moments_.observe(layer, shape, block);
+    if (local_ && local_->measures(layer)) {
+        local_->observe(layer, shape, softmax_scale(layer, attention), block);
+    }
 }
 
 void Observer::require_all(const llama_model& model) const {

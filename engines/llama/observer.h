@@ -10,6 +10,7 @@
 #pragma once
 
 #include <crumb/calibrate.h>
+#include <crumb/local_metric.h>
 
 #include <array>
 #include <cstddef>
@@ -26,6 +27,9 @@ namespace crumb::llama {
 class Observer {
   public:
     explicit Observer(Moments& moments) : moments_(moments) {}
+
+    // From now on `local` is measured along with the moments, in the layers that it measures; needs llama.cpp's cache.
+    void also_measure(LocalMetric& local) { local_ = &local; }
 
     // For cb_eval, with the observer as user data.
     static bool callback(ggml_tensor* node, bool ask, void* observer);
@@ -56,6 +60,7 @@ class Observer {
     void take_output(int layer, const ggml_tensor* node);
 
     Moments& moments_;
+    LocalMetric* local_ = nullptr;
     std::map<int, Pending> pending_;
     std::exception_ptr error_;
 };

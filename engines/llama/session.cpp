@@ -21,7 +21,10 @@ ModelPtr load_model(const std::filesystem::path& file, Load what) {
     llama_backend_init();
     use_kv(std::nullopt);  // installs the observer that remembers the file
     auto params = llama_model_default_params();
-    params.use_extra_bufts = what == Load::all;  // without: weights stay in the mapped file, unread and not repacked
+    if (what == Load::mapped) {
+        params.use_extra_bufts = false;  // which repack
+        params.n_gpu_layers = 0;
+    }
     ModelPtr model(llama_model_load_from_file(file.c_str(), params));
     if (!model) { fail("{} is not a GGUF model that llama.cpp can load (its message is above)", file.string()); }
     return model;

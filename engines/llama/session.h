@@ -26,8 +26,9 @@ using ContextPtr = std::unique_ptr<llama_context, FreeContext>;
 // llama.cpp's own log is silent unless something went wrong.
 void quiet_log();
 
-// Throws Error if the file is no model that llama.cpp can load. `geometry`: for a look at it, ready at once.
-enum class Load : uint8_t { all, geometry };
+// Throws Error if the file is no model that llama.cpp can load. `mapped`: weights stay in main memory as the file has
+// them, ready at once and readable by others than llama.cpp; `all`: where and how they compute fastest.
+enum class Load : uint8_t { all, mapped };
 ModelPtr load_model(const std::filesystem::path& file, Load what = Load::all);
 
 struct ContextOptions {

@@ -29,4 +29,11 @@ struct LayerMetric {
 
 using Metric = std::map<int, LayerMetric>;
 
+// How much the shapes of two metrics of one model differ: |A / tr A - B / tr B| / |B / tr B|, median over all heads; 0 for
+// equal shapes, above 1 for unrelated ones. Of two halves of the text it says how far one can trust the whole.
+struct Disagreement {
+    double k = 0, v = 0;
+};
+Disagreement disagreement(const Metric& a, const Metric& b);
+
 }  // namespace crumb

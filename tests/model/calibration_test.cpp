@@ -143,7 +143,7 @@ TEST(Calibration, SameInputsGiveTheSameArtefact) {
     EXPECT_EQ(two.layers.size(), 30u);
     EXPECT_EQ(two.provenance.texts, "docs.txt, code.txt");
     EXPECT_EQ(two.provenance.tokens, 2200u - 2 * 64);
-    EXPECT_EQ(two.provenance.model, identify(*load_model(o.model, Load::geometry), o.model));
+    EXPECT_EQ(two.provenance.model, identify(*load_model(o.model, Load::mapped), o.model));
     EXPECT_EQ(two.provenance.model.n_head_kv, 3);
     EXPECT_EQ(two.provenance.model.dim_k, 64);
     o.n_threads = 1;
@@ -167,7 +167,7 @@ TEST(GgufRotations, TravelWithTheWeights) {
     const auto model = model_path(kSmolLM2);
     const auto scratch = std::filesystem::path(CRUMB_SCRATCH);
     Artefact a;
-    a.provenance.model = identify(*load_model(model, Load::geometry), model);
+    a.provenance.model = identify(*load_model(model, Load::mapped), model);
     a.provenance.method = "by hand";
     a.provenance.tokens = 7;
     for (const int index : {0, 29}) {
