@@ -43,6 +43,7 @@ class Step {
                 for (float& x : side->decode) x = normal(random) / std::sqrt(float(model.dim));
             }
         }
+        maps_ = attention_maps(tables_);
         const size_t coded = format_.bytes() * model.n_head_kv, exact = exact_format().bytes() * model.n_head_kv;
         exact_.resize(exact * blocks);
         for (size_t i = 0; i < exact_.size(); i += sizeof(bf16)) {
@@ -62,6 +63,7 @@ class Step {
                                    .n_head_kv = model_.n_head_kv,
                                    .format = format_,
                                    .tables = tables_,
+                                   .maps = &maps_,
                                    .scale = 1.0f / std::sqrt(float(model_.dim))};
         const SequenceView view{{coded.data(), format_.bytes() * model_.n_head_kv, ids_},
                                 {exact_.data(), exact_format().bytes() * model_.n_head_kv, ids_}};
@@ -99,6 +101,7 @@ class Step {
     PageFormat format_;
     AttentionPlan plan_;
     std::vector<HeadTables> tables_;
+    AttentionMaps maps_;
     std::vector<uint32_t> ids_;
     std::vector<std::vector<std::byte>> coded_;
     std::vector<std::byte> exact_;
@@ -115,16 +118,15 @@ void measure(benchmark::State& state, const Model& model, Isa isa, int tokens, i
 }
 
 void add(const std::string& what, const Model& model, Isa isa, int tokens, int n_rows, int n_threads) {
-    const char* const isas[] = {"portable", "avx2", "avx512"};
-    const std::string name = what + " " + model.name + " " + isas[int(isa)] + " threads:" + std::to_string(n_threads);
+    const std::string label = what + " " + model.name + " " + name(isa) + " threads:" + std::to_string(n_threads);
     benchmark::RegisterBenchmark(
-        name.c_str(), [=](benchmark::State& state) { measure(state, model, isa, tokens, n_rows, n_threads); })
+        label.c_str(), [=](benchmark::State& state) { measure(state, model, isa, tokens, n_rows, n_threads); })
         ->Unit(benchmark::kMicrosecond)
         ->UseRealTime();
 }
 
 void add_all() {
-    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
+    for (const Isa isa : kIsas) {
         if (!supported(isa)) continue;
         for (const Model& model : kModels) {
             for (const int n_threads : {1, 2}) {

@@ -6,12 +6,12 @@ namespace crumb {
 namespace {
 
 TEST(AttentionPlan, RangesGrowWithTheEnd) {
-    EXPECT_EQ(range_blocks(0), 32);
-    EXPECT_EQ(range_blocks(1), 32);
-    EXPECT_EQ(range_blocks(65536), 32);
-    EXPECT_EQ(range_blocks(65537), 64);
-    EXPECT_EQ(range_blocks(131072), 64);
-    EXPECT_EQ(range_blocks(131073), 128);
+    EXPECT_EQ(range_blocks(0), 16);
+    EXPECT_EQ(range_blocks(1), 16);
+    EXPECT_EQ(range_blocks(65536), 16);
+    EXPECT_EQ(range_blocks(65537), 32);
+    EXPECT_EQ(range_blocks(131072), 32);
+    EXPECT_EQ(range_blocks(131073), 64);
     for (int64_t end = 1; end < 2'000'000'000; end = end * 3 / 2 + 1) {
         const int64_t blocks = (end + 63) / 64, size = range_blocks(int32_t(end));
         EXPECT_LE((blocks + size - 1) / size, kMaxRanges) << end;
@@ -39,10 +39,10 @@ TEST(AttentionPlan, TilesAreAdjacentRowsOfOneSequence) {
     EXPECT_EQ(tiles, want);
     EXPECT_EQ(plan.n_tasks(), ranges);
     EXPECT_EQ(plan.n_partials(), partials);
-    EXPECT_EQ(plan.tiles()[4].range_blocks, 32u);
-    EXPECT_EQ(plan.tiles()[4].n_ranges, 32u);
-    EXPECT_EQ(plan.tiles()[5].range_blocks, 64u);
-    EXPECT_EQ(plan.tiles()[5].n_ranges, 17u);
+    EXPECT_EQ(plan.tiles()[4].range_blocks, 16u);
+    EXPECT_EQ(plan.tiles()[4].n_ranges, 64u);
+    EXPECT_EQ(plan.tiles()[5].range_blocks, 32u);
+    EXPECT_EQ(plan.tiles()[5].n_ranges, 33u);
 }
 
 TEST(AttentionPlan, WindowsBeginAtTheirFirstBlock) {
@@ -50,7 +50,7 @@ TEST(AttentionPlan, WindowsBeginAtTheirFirstBlock) {
     ASSERT_EQ(plan.tiles().size(), 1u);
     EXPECT_EQ(plan.tiles()[0].first_block, 63u);
     EXPECT_EQ(plan.tiles()[0].end_block, 157u);
-    EXPECT_EQ(plan.tiles()[0].n_ranges, 4u);
+    EXPECT_EQ(plan.tiles()[0].n_ranges, 7u);
 }
 
 TEST(AttentionPlan, RowsWithoutTokensHaveARange) {

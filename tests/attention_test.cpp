@@ -1,7 +1,6 @@
 // The CPU kernels of every instruction set against the double-precision reference.
 #include <limits>
 
-#include "attention/alibi.h"
 #include "attention_world.h"
 
 namespace crumb {
@@ -10,9 +9,13 @@ namespace {
 using namespace test;
 
 void expect_right(World& world, const std::vector<QueryRow>& rows, int sink, const std::string& what) {
-    const World::Result want = world.reference(rows, sink);
-    for (const Isa isa : supported_isas()) {
-        world.expect_near(world.run(isa, rows, sink), want, what + ", isa " + std::to_string(int(isa)));
+    for (const int bits : {8, 15}) {
+        world.maps.query_bits = bits;
+        const World::Result want = world.reference(rows, sink);
+        for (const Isa isa : supported_isas()) {
+            world.expect_near(world.run(isa, rows, sink), want,
+                              what + ", " + name(isa) + ", " + std::to_string(bits) + " bits");
+        }
     }
 }
 

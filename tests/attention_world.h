@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "attention/alibi.h"
+
 namespace crumb::test {
 
 using Random = std::mt19937;
@@ -71,6 +73,7 @@ class World {
   public:
     AttentionLayer layer;
     std::vector<HeadTables> tables;
+    AttentionMaps maps;
     Random random{1};
 
     // Pages of random codes.
@@ -114,13 +117,17 @@ class World {
         s.exact.resize(s.n_blocks * shape_.n_head_kv * exact);
         s.coded_sizes.resize(size_t(s.n_blocks) * shape_.n_head_kv * kPageTokens);
         s.exact_sizes.resize(s.coded_sizes.size());
+        s.coded_keys.resize(s.coded_sizes.size() * shape_.dim_k);
+        s.exact_keys.resize(s.coded_keys.size());
         for (int b = 0; b < s.n_blocks; b++) {
             for (int h = 0; h < shape_.n_head_kv; h++) {
                 const size_t page = s.place(b) * shape_.n_head_kv + h, token = size_t(h * s.n_blocks + b) * kPageTokens;
                 fill_page_(h, b, &s.coded[page * coded]);
                 fill_rows(&s.exact[page * exact], data_k_, data_v_, b);
-                measure(layer.format, h, &s.coded[page * coded], &s.coded_sizes[token]);
-                measure(exact_format(), h, &s.exact[page * exact], &s.exact_sizes[token]);
+                measure(layer.format, h, &s.coded[page * coded], &s.coded_sizes[token],
+                        &s.coded_keys[token * shape_.dim_k]);
+                measure(exact_format(), h, &s.exact[page * exact], &s.exact_sizes[token],
+                        &s.exact_keys[token * shape_.dim_k]);
             }
         }
         return uint32_t(sequences_.size() - 1);
@@ -160,8 +167,13 @@ class World {
         return result;
     }
 
-    // The budget of an output: 1e-5 of the largest value for the sums of values and weights, and twice the error of a
-    // logit, which is some 16 roundings of |q| |k| (a rotation keeps the lengths).
+    // The budget of an output is six standard deviations of what its roundings do to it, with V the largest element of
+    // the values that it sees:
+    //   float sums       1e-5 V, and for logits 16 roundings of |q| |k|, which reach the output twice
+    //   logits of codes  the map's BF16 entries, of |q| |k|, and half a unit of the int8 (15-bit) query a plane; these
+    //                    differ from token to token, so they reach the output by the root of the sum of squared weights
+    //   weights          half a 127th of a page's largest a token, times the largest centred value of a code
+    //   BF16 map of the values
     Result reference(const std::vector<QueryRow>& rows, int sink) const {
         const AttentionPlan plan(rows, sink);
         const Views views = views_of(rows, sink);
@@ -170,12 +182,7 @@ class World {
         attend_reference(with_tables(), plan, views.views, io(result.out));
         for (const QueryRow& row : rows) {
             for (int h = 0; h < shape_.n_head; h++) {
-                const Size most = largest(row, sink, h / (shape_.n_head / shape_.n_head_kv));
-                double length = 0;
-                const float* x = q.data() + row.token * q_stride() + size_t(h) * shape_.dim_k;
-                for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
-                const double logit = 16 * 0x1p-24 * layer.scale * std::sqrt(length) * most.key;
-                result.budget[row.token * shape_.n_head + h] = float(most.value * (1e-5 + 2 * logit));
+                result.budget[row.token * shape_.n_head + h] = float(budget(row, sink, h));
             }
         }
         return result;
@@ -205,15 +212,18 @@ class World {
 
   private:
     // How large the terms of a token's dot products are: the length of the key, the largest element of the value. Parts
-    // (codes, zero, mean) count one by one, since they are what is added up.
+    // (codes, zero, mean) count one by one, since they are what is added up. Of codes also the scales, and the largest
+    // element of a value at scale 1.
     struct Size {
         double key = 0, value = 0;
+        double scale_k = 0, scale_v = 0, unit_v = 0;
     };
 
     struct Sequence {
         int n_blocks = 0;
         std::vector<std::byte> coded, exact;
         std::vector<Size> coded_sizes, exact_sizes;                  // [head][token]
+        std::vector<float> coded_keys, exact_keys;                   // [head][token][dim_k]
         int place(int block) const { return n_blocks - 1 - block; }  // the pool's order is not the sequence's
     };
 
@@ -225,6 +235,7 @@ class World {
     PageFormat exact_format() const { return bf16_format(shape_.dim_k, shape_.dim_v); }
 
     void set_layer(const PageFormat& format) {
+        maps = attention_maps(tables);
         layer.n_head = shape_.n_head;
         layer.n_head_kv = shape_.n_head_kv;
         layer.format = format;
@@ -233,7 +244,7 @@ class World {
 
     AttentionLayer with_tables() const {
         AttentionLayer with = layer;
-        if (layer.format.coded()) with.tables = tables;
+        if (layer.format.coded()) with.tables = tables, with.maps = &maps;
         return with;
     }
 
@@ -294,41 +305,124 @@ class World {
         return views;
     }
 
-    void measure(const PageFormat& format, int head, const std::byte* page, Size* sizes) const {
+    void measure(const PageFormat& format, int head, const std::byte* page, Size* sizes, float* keys) const {
         std::vector<float> k(size_t(kPageTokens) * shape_.dim_k), v(size_t(kPageTokens) * shape_.dim_v);
         decode_keys(format, tables[head].k, page, k);
         decode_values(format, tables[head].v, page, v);
+        std::copy(k.begin(), k.end(), keys);
+        const auto page_mean = [&](const SideFormat& side, const SideTables& t, size_t at, int c) {
+            return side.mean ? double(int8_t(page[at + c])) * t.mean_step[c] : 0.0;
+        };
         for (int t = 0; t < kPageTokens; t++) {
-            const float zero_k = format.coded() ? key_info_at(format, tables[head].k, page, t).zero : 0;
-            const float zero_v = format.coded() ? value_info_at(format, tables[head].v, page, t).zero : 0;
+            TokenInfo info_k{}, info_v{};
+            if (format.coded()) {
+                info_k = key_info_at(format, tables[head].k, page, t);
+                info_v = value_info_at(format, tables[head].v, page, t);
+            }
+            sizes[t].scale_k = info_k.scale, sizes[t].scale_v = info_v.scale;
             double length = 0;
             for (int c = 0; c < shape_.dim_k; c++) {
-                const double x = parts(format, tables[head].k, zero_k, k[t * shape_.dim_k + c], c);
-                length += x * x;
+                const Parts x = parts(format, tables[head].k, info_k.zero, k[t * shape_.dim_k + c], c,
+                                      page_mean(format.k, tables[head].k, format.key_mean(), c));
+                length += x.sum * x.sum;
             }
             sizes[t].key = std::sqrt(length);
             for (int c = 0; c < shape_.dim_v; c++) {
-                const double x = parts(format, tables[head].v, zero_v, v[t * shape_.dim_v + c], c);
-                sizes[t].value = std::max(sizes[t].value, x);
+                const Parts x = parts(format, tables[head].v, info_v.zero, v[t * shape_.dim_v + c], c,
+                                      page_mean(format.v, tables[head].v, format.value_mean(), c));
+                sizes[t].value = std::max(sizes[t].value, x.sum);
+                if (format.coded()) sizes[t].unit_v = std::max(sizes[t].unit_v, x.codes / info_v.scale);
             }
         }
     }
 
-    static double parts(const PageFormat& format, const SideTables& tables, double zero, double x, int c) {
+    struct Parts {
+        double codes, sum;
+    };
+    static Parts parts(const PageFormat& format, const SideTables& tables, double zero, double x, int c,
+                       double page_mean) {
         const double mean = format.coded() && !tables.mean.empty() ? tables.mean[c] : 0;
         const double ones = format.coded() && !tables.ones.empty() ? zero * tables.ones[c] : 0;
-        return std::abs(x - mean - ones) + std::abs(mean) + std::abs(ones);
+        const double codes = std::abs(x - mean - ones - page_mean);
+        return {codes, codes + std::abs(mean) + std::abs(ones) + std::abs(page_mean)};
     }
 
-    Size largest(const QueryRow& row, int sink, int head) const {
-        const Sequence& s = sequences_[row.sequence];
-        Size most;
-        for (int j = row.begin; j < row.end; j++) {
-            const std::vector<Size>& sizes = is_coded(row, sink, j) ? s.coded_sizes : s.exact_sizes;
-            const Size& size = sizes[size_t(head) * s.n_blocks * kPageTokens + j];
-            most = {std::max(most.key, size.key), std::max(most.value, size.value)};
+    // One unit of the int8 (15-bit) query.
+    double query_unit(const float* x, const SideTables& k) const {
+        double most = 0;
+        for (int p = 0; p < k.format.planes; p++) {
+            double sum = 0;
+            for (int c = 0; c < shape_.dim_k; c++) sum += double(x[c]) * k.decode[size_t(p) * shape_.dim_k + c];
+            most = std::max(most, std::abs(sum));
         }
-        return most;
+        return most / (maps.query_bits > 8 ? 127 * 128 : 127);
+    }
+
+    double budget(const QueryRow& row, int sink, int head) const {
+        const int kv_head = head / (shape_.n_head / shape_.n_head_kv);
+        const HeadTables& t = tables[kv_head];
+        const Sequence& s = sequences_[row.sequence];
+        const float* x = q.data() + row.token * q_stride() + size_t(head) * shape_.dim_k;
+        double length = 0;
+        for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
+        length = std::sqrt(length) * layer.scale;
+        const bool coded_layer = layer.format.coded();
+        const double unit = coded_layer ? query_unit(x, t.k) * layer.scale : 0;
+        const double slope = layer.alibi_max_bias > 0 ? alibi_slope(layer.alibi_max_bias, layer.n_head, head) : 0.0;
+        const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0);  // standard deviations
+
+        std::vector<double> logits, errors, steps;
+        double value = 0, key = 0, scale_v = 0;
+        for (int j = row.begin; j < row.end; j++) {
+            const bool coded = is_coded(row, sink, j);
+            const size_t at = size_t(kv_head) * s.n_blocks * kPageTokens + j;
+            const Size& size = coded ? s.coded_sizes[at] : s.exact_sizes[at];
+            const float* k = (coded ? s.coded_keys : s.exact_keys).data() + at * shape_.dim_k;
+            double logit = 0;
+            for (int c = 0; c < shape_.dim_k; c++) logit += double(x[c]) * k[c] * layer.scale;
+            if (layer.softcap > 0) logit = layer.softcap * std::tanh(logit / layer.softcap);
+            logits.push_back(logit - slope * std::abs(row.position - j));
+            const bool codes = coded && coded_layer;
+            const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * unit * size.scale_k;
+            errors.push_back(codes ? std::hypot(digits, bf16_error * length * size.key) : 0);
+            steps.push_back(codes ? size.scale_v * size.unit_v : 0);
+            value = std::max(value, size.value), key = std::max(key, size.key);
+            scale_v = std::max(scale_v, size.scale_v);
+        }
+        if (logits.empty()) return 0;
+        double top = *std::max_element(logits.begin(), logits.end()), sum = 0;
+        if (layer.sinks) top = std::max(top, double(layer.sinks[head]));
+        if (layer.sinks) sum = std::exp(layer.sinks[head] - top);
+        for (const double logit : logits) sum += std::exp(logit - top);
+
+        double logit_error = 0, weight_error = 0, most = 0, step = 0;
+        for (size_t i = 0; i < logits.size(); i++) {
+            const double p = std::exp(logits[i] - top) / sum;
+            logit_error += std::pow(p * errors[i], 2);
+            if (const double scale = scale_of(row, kv_head, i); steps[i] > 0) {
+                most = std::max(most, p * scale);
+                step = std::max(step, steps[i] / scale);
+            }
+            if ((row.begin + int(i)) % kPageTokens == kPageTokens - 1 || i + 1 == logits.size()) {
+                weight_error += kPageTokens * std::pow(most / 127 * half * step, 2);
+                most = step = 0;
+            }
+        }
+        double map = 0;
+        for (int c = 0; coded_layer && c < shape_.dim_v; c++) {
+            double squares = 0;
+            for (int p = 0; p < layer.format.v.planes; p++) {
+                squares += std::pow(t.v.decode[size_t(p) * shape_.dim_v + c], 2);
+            }
+            map = std::max(map, 1.5 * scale_v * std::sqrt(squares));
+        }
+        const double random = std::hypot(2 * value * std::sqrt(logit_error), std::sqrt(weight_error), bf16_error * map);
+        return std::min(value * (1e-5 + 2 * 16 * 0x1p-24 * length * key) + 6 * random, 2 * value);
+    }
+
+    double scale_of(const QueryRow& row, int kv_head, size_t i) const {
+        const Sequence& s = sequences_[row.sequence];
+        return s.coded_sizes[size_t(kv_head) * s.n_blocks * kPageTokens + row.begin + i].scale_v;
     }
 
     Shape shape_;
@@ -350,7 +444,7 @@ inline void add_rows(std::vector<QueryRow>& rows, uint32_t sequence, int length,
 
 inline std::vector<Isa> supported_isas() {
     std::vector<Isa> isas;
-    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
+    for (const Isa isa : kIsas) {
         if (supported(isa)) isas.push_back(isa);
     }
     return isas;

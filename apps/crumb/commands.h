@@ -21,6 +21,7 @@ int batched_bench(int argc, char** argv);
 int quantize(int argc, char** argv);
 
 // Ours.
+int attn_bench(int argc, char** argv);
 int calibrate(int argc, char** argv);
 int compare(int argc, char** argv);
 int eval(int argc, char** argv);

@@ -144,7 +144,11 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
         const auto& layer = config.layers[owner];
         const bool coded = layer.window == 0;
         a.format = coded ? page_format(*config.recipe, layer.dim_k, layer.dim_v) : bf16_format(layer.dim_k, layer.dim_v);
-        if (coded) { a.tables = config.tables[owner]; }
+        if (coded) {
+            a.tables = config.tables[owner];
+            node->maps = attention_maps(a.tables);
+            a.maps = &node->maps;
+        }
     }
     a.scale = args.kq_scale;
     a.softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;

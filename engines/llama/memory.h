@@ -55,6 +55,7 @@ private:
         Memory* memory;
         int layer;
         AttentionLayer attention;
+        AttentionMaps maps;
     };
     static void run_store(ggml_tensor* node, int thread, int n_threads, void* userdata);
     static void run_attend(ggml_tensor* node, int thread, int n_threads, void* userdata);

@@ -34,12 +34,28 @@ struct SequenceView {
     BlockTable exact;  // BF16 records
 };
 
+// The maps of a layer's heads as the kernels read them, packed once when a model is loaded. BF16: the tables are read once
+// a step, and are as much memory as some hundred tokens of codes.
+struct AttentionMaps {
+    struct Head {
+        std::vector<bf16> k;  // [dim_k][planes_k]: q' = q K
+        std::vector<bf16> v;  // [planes_v][dim_v]: o = o' V
+    };
+    std::vector<Head> heads;
+    int query_bits = 8;
+};
+
+// Queries meet codes in 8 bits of their largest element, or in 15, which costs up to half more for K. 15 bits are taken
+// where the study says that 8 cost quality: heads of 256 channels, and directions of 6 bits, whose codes are as fine.
+AttentionMaps attention_maps(std::span<const HeadTables> tables);
+
 // What stays the same for a layer.
 struct AttentionLayer {
     int n_head = 0;
     int n_head_kv = 0;
     PageFormat format;  // of the coded blocks; exact blocks are bf16_format(dim_k, dim_v)
     std::span<const HeadTables> tables;  // [n_head_kv], empty for the BF16 format
+    const AttentionMaps* maps = nullptr; // of `tables`; attend_reference() needs none
     float scale = 1.0f;           // of the logits
     float softcap = 0.0f;         // cap * tanh(logit / cap), 0: none
     float alibi_max_bias = 0.0f;  // 0: none
@@ -70,9 +86,9 @@ struct AttentionTile {
 };
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kMaxRanges = 32;  // of a row
+inline constexpr int kMaxRanges = 64;  // of a row
 
-// Blocks a range for a row that ends at `end`: 32, doubled until there are at most kMaxRanges ranges.
+// Blocks a range for a row that ends at `end`: 16, doubled until there are at most kMaxRanges ranges.
 int range_blocks(int32_t end);
 
 // The step's work list. Rows of one sequence should be adjacent and ascending in position: they share tiles.
@@ -111,8 +127,17 @@ struct AttentionIo {
 void attend_reference(const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
                       const AttentionIo& io);
 
-// The CPU kernels. Instruction sets are chosen at run time; every one can be forced for tests.
-enum class Isa : uint8_t { portable, avx2, avx512 };
+// The CPU kernels: integer dot products with codes in place. Instruction sets are chosen at run time; every one can be
+// forced for tests. Results differ between them by roundings only, within the budget of docs/design/attention-cpu.md.
+enum class Isa : uint8_t {
+    portable,
+    avx2,
+    avx_vnni,  // AVX2 and AVX-VNNI
+    avx512,    // AVX-512 F, BW, VL, DQ and VNNI
+    neon,      // Armv8.2 with dot product
+};
+inline constexpr Isa kIsas[] = {Isa::portable, Isa::neon, Isa::avx2, Isa::avx_vnni, Isa::avx512};  // slowest first
+const char* name(Isa isa);
 bool supported(Isa isa);
 Isa best_isa();
 

@@ -1,7 +1,7 @@
-// Who works on what: threads draw tasks from a counter until there are none. A task is a tile and a KV head, or one
-// range of these where whole tiles would leave threads without work; whoever finishes the last range of a tile and head
-// merges them in ascending order. Both ways run the same functions on the same ranges in the same order, so they give
-// the same bits.
+// Who works on what. A task is a tile and a KV head, or one range of these where whole tiles would leave threads
+// without work. A thread begins with its share of neighbouring tasks, and then takes what others have left of theirs.
+// Whoever finishes the last range of a tile and head merges them in ascending order. Both ways run the same functions
+// on the same ranges in the same order, so they give the same bits.
 #include <crumb/attention.h>
 #include <crumb/error.h>
 
@@ -11,7 +11,6 @@
 
 #include "attention/alibi.h"
 #include "attention/cpu/kernel.h"
-#include "attention/cpu/unpack_map.h"
 
 namespace crumb {
 
@@ -49,19 +48,25 @@ class Arena {
 
 // Lays out the arrays for n query vectors. Returns how many lines they take, and takes none if `arena` is null.
 size_t place(Scratch& scratch, Arena* arena, size_t n, const PageFormat& format) {
-    const size_t width = std::max({format.k.planes, format.k.dim, format.v.planes, format.v.dim});
+    const size_t rows = std::max(format.k.dim, format.v.dim) * sizeof(float),
+                 digits = format.k.planes + format.v.planes;
     size_t used = 0;
-    const auto take = [&](float*& array, size_t floats) {
-        array = arena ? arena->data() + used * 16 : nullptr;
-        used += lines(floats);
+    const auto take = [&](auto*& array, size_t count) {
+        array = arena ? reinterpret_cast<std::remove_reference_t<decltype(array)>>(arena->data() + used * 16) : nullptr;
+        used += lines((count * sizeof *array + sizeof(float) - 1) / sizeof(float));
         CRUMB_ASSERT(!arena || used <= arena->size());
     };
     take(scratch.q, n * format.k.dim);
     take(scratch.q_codes, n * format.k.planes);
+    take(scratch.q_bytes, n * 2 * format.k.planes);
+    take(scratch.q_unit, n);
+    take(scratch.q_offset, n);
     take(scratch.q_mean, n);
     take(scratch.q_ones, n);
     take(scratch.weights, n * kPageTokens);
-    take(scratch.page, width * kPageTokens);
+    take(scratch.page, std::max(rows, digits) * kPageTokens / sizeof(float));
+    take(scratch.page_sums, n * kMeanBlocks);
+    take(scratch.page_means, size_t(format.v.dim) * kMeanBlocks);
     take(scratch.total, n * partial_stride(format));
     take(scratch.range, n * partial_stride(format));
     return used;
@@ -78,16 +83,10 @@ const std::array<float, 256>& gains() {
     return table;
 }
 
-// Of pages with so many planes.
-struct Maps {
-    int planes_k = 0, planes_v = 0;
-    UnpackMap k, v;
-};
-
 const float* data_or_null(const std::vector<float>& values) { return values.empty() ? nullptr : values.data(); }
 
-Side coded_side(const SideFormat& format, const SideTables& tables, const UnpackMap& map, size_t codes, size_t info,
-                size_t mean) {
+Side coded_side(const SideFormat& format, const SideTables& tables, const std::vector<bf16>& map, size_t codes,
+                size_t info, size_t mean) {
     return {.dim = format.dim,
             .planes = format.planes,
             .info = format.info,
@@ -95,14 +94,12 @@ Side coded_side(const SideFormat& format, const SideTables& tables, const Unpack
             .codes = codes,
             .scales = info,
             .mean_codes = mean,
-            .decode = tables.decode.data(),
+            .map = &map.data()->bits,
             .ones = data_or_null(tables.ones),
             .mean = data_or_null(tables.mean),
             .mean_step = data_or_null(tables.mean_step),
             .gains = gains().data(),
-            .gain_reference = tables.gain_reference,
-            .unpack_at = map.at.data(),
-            .swapped = map.swapped.data()};
+            .gain_reference = tables.gain_reference};
 }
 
 Pages pages_of(const BlockTable& table, const PageFormat& format, int head) {
@@ -117,22 +114,17 @@ Pages pages_of(const BlockTable& table, const PageFormat& format, int head) {
 
 }  // namespace
 
+// Tasks that one thread begins with; others help when they have none of their own.
+struct alignas(64) Share {
+    std::atomic<uint32_t> next = 0;
+};
+
 struct AttentionWork::State {
     std::vector<Arena> threads;
+    std::vector<Share> shares;                    // [threads]
     Arena partials;                               // of split tiles: [tile][KV head][range][query vector]
     std::vector<std::atomic<uint32_t>> finished;  // ranges, [tile][KV head]; 0 again after the merge
-    std::atomic<uint32_t> next = 0;               // task
     std::atomic<int> left = 0;                    // threads that found no more work
-    std::vector<Maps> maps;
-
-    const Maps* find(const PageFormat& format) const {
-        for (const Maps& m : maps) {
-            if (m.planes_k == format.k.planes && m.planes_v == format.v.planes) {
-                return &m;
-            }
-        }
-        return nullptr;
-    }
 };
 
 AttentionWork::AttentionWork() : state_(std::make_unique<State>()) {}
@@ -155,13 +147,9 @@ void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv
     if (splits(plan, n_head, n_head_kv, format, max_threads)) {
         s.partials.grow(lines(plan.n_partials() * n_head * partial_stride(format)));
     }
-    if (format.coded() && !s.find(format)) {
-        s.maps.push_back(
-            {format.k.planes, format.v.planes, key_unpack_map(format.k.planes), value_unpack_map(format.v.planes)});
-    }
     // All 0 already, unless an engine gave the last step up between two threads.
     s.finished = std::vector<std::atomic<uint32_t>>(std::max(s.finished.size(), plan.tiles().size() * n_head_kv));
-    s.next = 0;
+    s.shares = std::vector<Share>(s.threads.size());
     s.left = 0;
 }
 
@@ -188,8 +176,7 @@ class Worker {
     }
 
     void whole(const AttentionTile& tile, int head) {
-        const Item item = make_item(tile, head);
-        kernel_.queries(item, scratch_);
+        const Item& item = prepared(tile, head);
         kernel_.clear(item, scratch_.total);
         for (uint32_t r = 0; r < tile.n_ranges; r++) {
             range(item, tile, r, scratch_.range);
@@ -199,8 +186,7 @@ class Worker {
     }
 
     void part(const AttentionTile& tile, uint32_t tile_index, int head, uint32_t r) {
-        const Item item = make_item(tile, head);
-        kernel_.queries(item, scratch_);
+        const Item& item = prepared(tile, head);
         range(item, tile, r, partials(item, tile, head, r));
         std::atomic<uint32_t>& finished = work_.finished[tile_index * layer_.n_head_kv + head];
         if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.n_ranges) {
@@ -215,6 +201,17 @@ class Worker {
     }
 
   private:
+    // Queries are mapped and rounded once for neighbouring ranges.
+    const Item& prepared(const AttentionTile& tile, int head) {
+        if (tile_ != &tile || head_ != head) {
+            item_ = make_item(tile, head);
+            kernel_.queries(item_, scratch_);
+            tile_ = &tile;
+            head_ = head;
+        }
+        return item_;
+    }
+
     Item make_item(const AttentionTile& tile, int head) {
         const QueryRow* rows = plan_.rows().data() + tile.first_row;
         const SequenceView& sequence = sequences_[rows->sequence];
@@ -239,12 +236,12 @@ class Worker {
                   .partial_stride = partial_stride(format)};
         if (format.coded()) {
             const HeadTables& tables = layer_.tables[head];
-            const Maps* maps = work_.find(format);
-            CRUMB_ASSERT(maps);
+            const AttentionMaps::Head& maps = layer_.maps->heads[head];
+            item.q_rows = layer_.maps->query_bits > 8 ? 2 : 1;
             item.coded.k =
-                coded_side(format.k, tables.k, maps->k, format.key_codes(), format.key_info(), format.key_mean());
+                coded_side(format.k, tables.k, maps.k, format.key_codes(), format.key_info(), format.key_mean());
             item.coded.v =
-                coded_side(format.v, tables.v, maps->v, format.value_codes(), format.value_info(), format.value_mean());
+                coded_side(format.v, tables.v, maps.v, format.value_codes(), format.value_info(), format.value_mean());
         }
         place(scratch_, &memory_, item.n, format);
         return item;
@@ -273,6 +270,9 @@ class Worker {
     int group_;
     std::vector<float> slopes_;
     Scratch scratch_;
+    Item item_;
+    const AttentionTile* tile_ = nullptr;
+    int head_ = 0;
 };
 
 }  // namespace
@@ -282,27 +282,40 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
     AttentionWork::State& s = work.state();
     CRUMB_ASSERT(0 <= thread && thread < n_threads && size_t(n_threads) <= s.threads.size());
     CRUMB_ASSERT(!layer.format.coded() || layer.tables.size() == size_t(layer.n_head_kv));
+    CRUMB_ASSERT(!layer.format.coded() || (layer.maps && layer.maps->heads.size() == size_t(layer.n_head_kv)));
     Worker worker(kernel_of(isa), layer, plan, sequences, io, s, thread);
     const auto tiles = plan.tiles();
     const uint32_t heads = layer.n_head_kv;
     const bool split = splits(plan, layer.n_head, layer.n_head_kv, layer.format, n_threads);
-    const uint32_t n_tasks = (split ? plan.n_tasks() : uint32_t(tiles.size())) * heads;
-    // The last tiles of a sequence see the most tokens: they go first.
-    for (uint32_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-        const uint32_t task = n_tasks - 1 - i, head = task % heads;
+    const uint64_t n_tasks = uint64_t(split ? plan.n_tasks() : uint32_t(tiles.size())) * heads;
+
+    // Of a tile all ranges of a head are neighbours. The last tiles of a sequence see the most tokens: they go first.
+    const auto work_on = [&](uint32_t task) {
         if (!split) {
-            worker.whole(tiles[task / heads], int(head));
-            continue;
+            worker.whole(tiles[task / heads], int(task % heads));
+            return;
         }
-        const uint32_t range = task / heads;
-        const auto after = std::upper_bound(tiles.begin(), tiles.end(), range,
-                                            [](uint32_t r, const AttentionTile& tile) { return r < tile.first_task; });
-        const uint32_t index = uint32_t(after - tiles.begin()) - 1;
-        worker.part(tiles[index], index, int(head), range - tiles[index].first_task);
+        const auto after =
+            std::upper_bound(tiles.begin(), tiles.end(), task / heads,
+                             [](uint32_t range, const AttentionTile& tile) { return range < tile.first_task; });
+        const AttentionTile& tile = *std::prev(after);
+        const uint32_t in_tile = task - tile.first_task * heads;
+        worker.part(tile, uint32_t(std::prev(after) - tiles.begin()), int(in_tile / tile.n_ranges),
+                    in_tile % tile.n_ranges);
+    };
+    for (int i = 0; i < n_threads; i++) {
+        const int owner = (thread + i) % n_threads;
+        const uint32_t first = uint32_t(n_tasks * owner / n_threads),
+                       last = uint32_t(n_tasks * (owner + 1) / n_threads);
+        for (uint32_t k; (k = s.shares[owner].next.fetch_add(1, std::memory_order_relaxed)) < last - first;) {
+            work_on(last - 1 - k);
+        }
     }
     if (s.left.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
         s.left.store(0, std::memory_order_relaxed);
-        s.next.store(0, std::memory_order_relaxed);
+        for (Share& share : s.shares) {
+            share.next.store(0, std::memory_order_relaxed);
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-// The part of attention that is compiled once per instruction set, as three functions over plain pointers. Everything
+// The part of attention that is compiled once per instruction set, as a few functions over plain pointers. Everything
 // else (who works on what, where memory comes from) is attend.cpp, compiled once.
 //
 // An item is a tile of rows and one KV head. Its query vectors are the rows times the query heads of the group, row by
@@ -11,6 +11,7 @@
 namespace crumb::cpu {
 
 inline constexpr int kMaxDim = 256;
+inline constexpr int kMeanBlocks = 8;  // page means of V are added up 8 blocks at a time, borders at multiples of 8
 
 // K or V of the pages of one KV head.
 struct Side {
@@ -21,14 +22,12 @@ struct Side {
     size_t codes = 0;  // offsets in the page
     size_t scales = 0;
     size_t mean_codes = 0;
-    const float* decode = nullptr;     // [planes][dim]
+    const uint16_t* map = nullptr;     // BF16: K [dim][planes], V [planes][dim]
     const float* ones = nullptr;       // [dim] or null
     const float* mean = nullptr;       // [dim] or null
     const float* mean_step = nullptr;  // [dim] or null
     const float* gains = nullptr;      // [256], gain8 codes as numbers
     float gain_reference = 1.0f;
-    const uint16_t* unpack_at = nullptr;  // UnpackMap
-    const uint8_t* swapped = nullptr;
 };
 
 // Pages of one KV head of one sequence.
@@ -41,25 +40,35 @@ struct Pages {
     Side k, v;
 };
 
-// Sums of one query vector over the tokens of a range: floats [planes_v] in code space, [dim_v], then these.
-enum PartialScalar { kTop, kSum, kCodedSum, kZeroSum, kPartialScalars = 16 };
+// Sums of one query vector over the tokens of a range. A partial is floats [planes_v] (weights times raw digits), then
+// [dim_v] (exact values and page means), then vectors of 16, of which lanes add up: the sum of the weights of coded and
+// of exact tokens, of the weights times zeros, of the weights as rounded for the digits; then the top: logits minus top
+// are the exponents.
+enum PartialVector { kCodedSum, kExactSum, kZeroSum, kDigitSum, kTop, kPartialVectors };
+inline constexpr int kPartialScalars = 16 * kPartialVectors;
 
 // Memory of one thread.
 struct Scratch {
-    float* q = nullptr;        // [n][dim_k], times the scale
-    float* q_codes = nullptr;  // [n][planes_k]
-    float* q_mean = nullptr;   // [n], q . mean of the keys
-    float* q_ones = nullptr;   // [n], q . ones of the keys
-    float* weights = nullptr;  // [n][64], logits first
-    float* page = nullptr;   // a page's keys [planes or dim][64], then its values [64][planes or dim]: 32 KB stay in L1
-    float* total = nullptr;  // partials [n]
-    float* range = nullptr;  // partials [n]
+    float* q = nullptr;           // [n][dim_k], times the scale and log2(e): logits are powers of two
+    float* q_codes = nullptr;     // [n][planes_k]
+    int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h
+    float* q_unit = nullptr;      // [n], what one unit of q_bytes is
+    float* q_offset = nullptr;    // [n], 1.5 sum of q_bytes
+    float* q_mean = nullptr;      // [n], q . mean of the keys
+    float* q_ones = nullptr;      // [n], q . ones of the keys
+    float* weights = nullptr;     // [n][64] of a BF16 page, logits first
+    float* page = nullptr;        // a BF16 page's keys [dim][64], then its values [64][dim]; or unpacked digits of K, V
+    float* page_sums = nullptr;   // [n][kMeanBlocks], weights of whole pages, until their means are added
+    float* page_means = nullptr;  // [kMeanBlocks][dim_v]
+    float* total = nullptr;       // partials [n]
+    float* range = nullptr;       // partials [n]
 };
 
 struct Item {
     const QueryRow* rows = nullptr;
     int n_rows = 0;
     int n_heads = 0;  // query heads of the KV head
+    int q_rows = 1;   // int8 rows a query: 2 hold 15 bits
     int sink = 0;
     float scale = 1.0f;
     float softcap = 0.0f;
@@ -76,7 +85,7 @@ struct Item {
 };
 
 struct Kernel {
-    // q, q_codes, q_mean, q_ones of the item.
+    // What the scratch holds of the item's queries.
     void (*queries)(const Item&, const Scratch&);
     // Partials of blocks [first, last).
     void (*range)(const Item&, const Scratch&, int first, int last, float* partials);
@@ -90,7 +99,10 @@ struct Kernel {
 extern const Kernel portable_kernel;
 #if defined(__x86_64__)
 extern const Kernel avx2_kernel;
+extern const Kernel avx_vnni_kernel;
 extern const Kernel avx512_kernel;
+#elif defined(__aarch64__)
+extern const Kernel neon_kernel;
 #endif
 
 const Kernel& kernel_of(Isa isa);

@@ -1,206 +1,26 @@
-// Attention of one item (kernel.h) with the instruction set of the including unit. No operand of a multiplication is
-// ever stored with the context: a page's digits become floats in the thread's scratch, once a tile.
+// Attention of one item (kernel.h) with the instruction set of the including unit. Codes are never turned into numbers
+// one by one: integer dot products take them as they are.
 //
-//   q' = B_k q                                                          once an item
-//   logit_t = s_t sum_p q'_p (digit_tp - 1.5) + z_t (q . ones) + q . (mean + page mean)
-//   w_t = e^(logit_t - top)
-//   o'_p = sum_t w_t s_t (digit_tp - 1.5),  sum_t w_t,  sum_t w_t z_t,  o += (sum_t w_t) page mean
-//   out = (o + B_v^T o' + (sum w) mean + (sum w z) ones) / sum          once a row, after the merge
+//   q' = B_k q, in int8 of the row's largest (or 15 bits as two int8 rows)                              once an item
+//   logit_t = s_t unit (sum_p q'_p digit_tp - 1.5 sum_p q'_p) + z_t (q . ones) + q . (mean + page mean)
+//   w_t = 2^(logit_t - top),  b_t = w_t s_t in bytes 0 .. 127 of the page's largest, rounded
+//   o'_p += unit_b sum_t b_t digit_tp,  b += unit_b sum_t b_t,  sum_t w_t,  sum_t w_t z_t
+//   out = (B_v^T (o' - 1.5 b) + sum of (sum of a page's w) page mean + (sum w) mean + (sum w z) ones) / sum
 //
-// Pages of BF16 rows take the same path with the identity for B. A block that holds tokens of both kinds is visited
-// twice.
+// The digits are centred by the sum of the *rounded* weights, so that their rounding errors meet centred digits too.
+// What these roundings cost: docs/design/attention-cpu.md. BF16 pages are read in FP32. A block that holds tokens of
+// both kinds is visited twice.
 //
-// A row's arithmetic is the same in every tile: sums run over planes, and over tokens, in ascending order within a
-// lane, and register blocking only chooses which rows and lanes go side by side.
+// A row's arithmetic is the same in every tile: integer sums have no order, float sums run over pages in ascending
+// order, and register blocking only chooses which rows go side by side.
 #include <crumb/error.h>
 
-#include "attention/cpu/kernel.h"
-#include "attention/cpu/simd.h"
-#include "attention/cpu/unpack_map.h"
+#include "attention/cpu/softmax.h"
 
 namespace crumb::cpu {
 namespace {
 
-constexpr int kPageVectors = kPageTokens / kLanes;
-constexpr float kNothing = -3.402823466e38f;  // the top of no logits: finite, so that differences are numbers
-constexpr float kMinusInfinity = -__builtin_inff();
-
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-
-// ---- products of small matrices
-
-// out[Rows][Vectors] += a[Rows][depth] b[depth][Vectors].
-template <int Rows, int Vectors>
-void multiply_block(int depth, const float* a, size_t a_stride, const float* b, size_t b_stride, float* out,
-                    size_t out_stride) {
-    Floats sum[Rows][Vectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-        for (int v = 0; v < Vectors; v++) {
-            sum[r][v] = load<Floats>(out + r * out_stride + v * kLanes);
-        }
-    }
-    for (int i = 0; i < depth; i++) {
-        Floats x[Vectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < Vectors; v++) {
-            x[v] = load<Floats>(b + i * b_stride + v * kLanes);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) {
-            const Floats y = splat(a[r * a_stride + i]);
-#pragma GCC unroll 8
-            for (int v = 0; v < Vectors; v++) {
-                sum[r][v] = multiply_add(y, x[v], sum[r][v]);
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-        for (int v = 0; v < Vectors; v++) {
-            store(out + r * out_stride + v * kLanes, sum[r][v]);
-        }
-    }
-}
-
-// Few rows have registers left for more columns, and need them to hide the latency of a multiplication.
-template <int Rows, int Vectors = Rows <= 2 ? 2 * kVectors : kVectors>
-void multiply_rows(int depth, int width, const float* a, size_t a_stride, const float* b, size_t b_stride, float* out,
-                   size_t out_stride) {
-    int c = 0;
-    for (; c + Vectors * kLanes <= width; c += Vectors * kLanes) {
-        multiply_block<Rows, Vectors>(depth, a, a_stride, b + c, b_stride, out + c, out_stride);
-    }
-    if constexpr (Vectors > 1) {
-        if (c < width) {
-            multiply_rows<Rows, Vectors / 2>(depth, width - c, a, a_stride, b + c, b_stride, out + c, out_stride);
-        }
-    }
-}
-
-// out[n][width] += a[n][depth] b[depth][width]; width is a multiple of 16.
-template <int Rows = kRows>
-void multiply(int n, int depth, int width, const float* a, size_t a_stride, const float* b, size_t b_stride, float* out,
-              size_t out_stride) {
-    int r = 0;
-    for (; r + Rows <= n; r += Rows) {
-        multiply_rows<Rows>(depth, width, a + r * a_stride, a_stride, b, b_stride, out + r * out_stride, out_stride);
-    }
-    if constexpr (Rows > 1) {
-        if (r < n) {
-            multiply<Rows - 1>(n - r, depth, width, a + r * a_stride, a_stride, b, b_stride, out + r * out_stride,
-                               out_stride);
-        }
-    }
-}
-
-// out[n][m] = a[n][depth] b[m][depth]^T; depth is a multiple of 16.
-void dot_products(int n, int m, int depth, const float* a, const float* b, float* out, size_t out_stride) {
-    for (int j = 0; j < m; j++) {
-        for (int i = 0; i < n; i++) {
-            Floats sum = {};
-            for (int c = 0; c < depth; c += kLanes) {
-                sum = multiply_add(load<Floats>(a + i * depth + c), load<Floats>(b + j * depth + c), sum);
-            }
-            out[i * out_stride + j] = sum_lanes(sum);
-        }
-    }
-}
-
-void scale_row(float* row, int width, float factor) {
-    for (int c = 0; c < width; c += kLanes) {
-        store(row + c, load<Floats>(row + c) * factor);
-    }
-}
-
-void add_scaled(float* row, int width, float factor, const float* more) {
-    for (int c = 0; c < width; c += kLanes) {
-        store(row + c, multiply_add(splat(factor), load<Floats>(more + c), load<Floats>(row + c)));
-    }
-}
-
-// ---- pages
-
-// Digits minus 1.5, where the map says.
-void unpack_codes(const Side& side, const std::byte* page, const std::byte* next, float* to) {
-    constexpr int kBlockVectors = kBlockLanes / kLanes;
-    const int blocks = side.planes * kPageTokens / (kBlockLanes * kDigitsPerLane);
-    for (int b = 0; b < blocks; b++) {
-        const std::byte* block = page + side.codes + b * kBlockBytes;
-        const uint16_t* at = side.unpack_at + b * kDigitsPerLane;
-        __builtin_prefetch(next + side.codes + b * kBlockBytes);
-        for (int v = 0; v < kBlockVectors; v++) {
-            Words lanes;
-            if constexpr (kLanes == kBlockLanes) {
-                lanes = load<Words>(block);
-                if (side.swapped[b]) {
-                    lanes = rotate<kLanes / 2>(lanes);
-                }
-            } else {
-                lanes = load<Words>(block + 4 * ((v * kLanes) ^ (side.swapped[b] * (kBlockLanes / 2))));
-            }
-            // A digit in the two highest bits of the mantissa of 4.0 makes it 4, 5, 6 or 7.
-#pragma GCC unroll 16
-            for (int i = 0; i < kDigitsPerLane; i++) {
-                const Words digit = 2 * i < 21 ? lanes << (21 - 2 * i) : lanes >> (2 * i - 21);
-                store(to + at[i] + v * kLanes, as_floats((digit & 0x00600000u) | 0x40800000u) - 5.5f);
-            }
-        }
-    }
-}
-
-void unpack_rows(const Side& side, const std::byte* page, float* to) {
-    const uint16_t* rows = reinterpret_cast<const uint16_t*>(page + side.codes);
-    for (int i = 0; i < side.dim * kPageTokens; i += kLanes) {
-        store(to + i, as_floats(__builtin_convertvector(load<Halves>(rows + i), Words) << 16));
-    }
-}
-
-void unpack(const Side& side, const std::byte* page, const std::byte* next, float* to) {
-    if (side.planes > 0) {
-        unpack_codes(side, page, next, to);
-    } else {
-        unpack_rows(side, page, to);
-    }
-}
-
-// Side information of a page as numbers.
-struct alignas(64) Info {
-    float scale[kPageTokens];
-    float zero[kPageTokens];
-    float mean[kMaxDim];  // if the side has page means
-};
-
-void unpack_halves(const std::byte* halves, float* to) {
-    for (int t = 0; t < kPageTokens; t += kLanes) {
-        store(to + t, from_fp16(__builtin_convertvector(load<Halves>(halves + 2 * t), Words)));
-    }
-}
-
-void unpack_info(const Side& side, const std::byte* page, Info& info) {
-    const std::byte* scales = page + side.scales;
-    if (side.info == SideInfo::gain8) {
-        for (int t = 0; t < kPageTokens; t++) {
-            info.scale[t] = side.gain_reference * side.gains[uint8_t(scales[t])];
-        }
-    } else {
-        unpack_halves(scales, info.scale);
-    }
-    if (side.info == SideInfo::scale_zero) {
-        unpack_halves(scales + 2 * kPageTokens, info.zero);
-    } else {
-        __builtin_memset(info.zero, 0, sizeof info.zero);
-    }
-    if (side.page_mean) {
-        for (int c = 0; c < side.dim; c += kLanes) {
-            const Ints codes = __builtin_convertvector(load<SignedBytes>(page + side.mean_codes + c), Ints);
-            store(info.mean + c, to_floats(codes) * load<Floats>(side.mean_step + c));
-        }
-    }
-}
+constexpr int kUnpackFrom = 12;  // dot rows: from here on it pays to unpack a page once for all of them
 
 bool has_page(const Pages& pages, int block) { return size_t(block) < pages.n_ids && pages.ids[block] != kNoBlock; }
 
@@ -213,11 +33,11 @@ const std::byte* page_at(const Pages& pages, int block) {
 
 // Bit j: token 64 block + j is in [first, last).
 uint64_t tokens_between(int block, int first, int last) {
-    const int from = max(first - block * kPageTokens, 0), to = min(last - block * kPageTokens, kPageTokens);
+    const int from = max(first - block * kTokens, 0), to = min(last - block * kTokens, kTokens);
     if (from >= to) {
         return 0;
     }
-    return (~uint64_t(0) >> (kPageTokens - (to - from))) << from;
+    return (~uint64_t(0) >> (kTokens - (to - from))) << from;
 }
 
 uint64_t visible_tokens(const QueryRow& row, int sink, int block, bool coded) {
@@ -225,198 +45,261 @@ uint64_t visible_tokens(const QueryRow& row, int sink, int block, bool coded) {
     return tokens_between(block, row.begin, row.end) & (coded ? with_codes : ~with_codes);
 }
 
-// ---- softmax
+// The query vectors that see anything of a block, and the tokens that each row sees.
+struct Seen {
+    uint64_t masks[kTileRows];
+    int first, last;
 
-struct Visit {
-    const Item& item;
-    const Scratch& scratch;
-    const Pages& pages;
-    float* partials;
-    int block;
-    bool codes;  // not BF16 rows: logits are raw, weights want scales
-    const Info& k;
-    const Info& v;
+    Seen(const Item& item, int block, bool coded) : first(item.n_rows), last(0) {
+        for (int r = 0; r < item.n_rows; r++) {
+            masks[r] = visible_tokens(item.rows[r], item.sink, block, coded);
+            if (masks[r] != 0) {
+                first = min(first, r);
+                last = r + 1;
+            }
+        }
+        first *= item.n_heads;
+        last *= item.n_heads;
+    }
+    bool none() const { return first >= last; }
 };
 
-float* partial_of(const Item& item, float* partials, int n) { return partials + n * item.partial_stride; }
-float* scalars_of(const Item& item, float* partial) { return partial + item.coded.v.planes + item.exact.v.dim; }
+// ---- codes
 
-Floats soft_capped(Floats x, float cap) {
-    const Floats u = x * (1.0f / cap);
-    const Floats negative = select(u < 0.0f, u, -u);
-    const Floats e = exp_negative(negative * 2.0f);
-    const Floats magnitude = (1.0f - e) / (1.0f + e) * cap;
-    return select(u < 0.0f, -magnitude, magnitude);
-}
-
-// Turns the products of query n with the keys of a block into weights of its values, and updates the partial's scalars.
-void weigh(const Visit& visit, int n, uint64_t mask) {
-    const Item& item = visit.item;
-    const Scratch& scratch = visit.scratch;
-    float* x = scratch.weights + n * kPageTokens;
-    const QueryRow& row = item.rows[n / item.n_heads];
-    const int head = n % item.n_heads;
-
-    float constant = 0.0f, ones = 0.0f;
-    if (visit.codes) {
-        constant = scratch.q_mean[n];
-        if (visit.pages.k.page_mean) {
-            const int dim = visit.pages.k.dim;
-            float dot;
-            dot_products(1, 1, dim, scratch.q + n * dim, visit.k.mean, &dot, 1);
-            constant += dot;
-        }
-        ones = scratch.q_ones[n];
+// Weights of the values of a block as bytes, from the dot products of query n with its keys.
+float weigh_coded(const Item& item, const Scratch& scratch, float* partials, int n, int block, uint64_t mask,
+                  const int32_t* dots, const Info& k, const Info& v, const float* k_mean, uint8_t* bytes) {
+    const Side &keys = item.coded.k, &values = item.coded.v;
+    const bool zero_k = keys.info == SideInfo::scale_zero, zero_v = values.info == SideInfo::scale_zero;
+    const float unit = scratch.q_unit[n], offset = scratch.q_offset[n], ones = scratch.q_ones[n];
+    float constant = scratch.q_mean[n];
+    if (k_mean) {
+        constant += dot_product(keys.dim, scratch.q + n * keys.dim, k_mean);
     }
 
-    const Words lanes = lane_numbers();
-    Floats top = splat(kNothing);
-    Floats logits[kPageVectors];
-#pragma GCC unroll 4
+    Floats x[kPageVectors];
+#pragma GCC unroll 16
     for (int i = 0; i < kPageVectors; i++) {
         const int t = i * kLanes;
-        Floats y = load<Floats>(x + t);
-        if (visit.codes) {
-            y = multiply_add(y, load<Floats>(visit.k.scale + t),
-                             multiply_add(splat(ones), load<Floats>(visit.k.zero + t), splat(constant)));
+        Ints sum = load<Ints>(dots + t);
+        if (item.q_rows == 2) {
+            sum = (sum << 7) + load<Ints>(dots + kTokens + t);
         }
-        if (item.softcap > 0.0f) {
-            y = soft_capped(y, item.softcap);
+        Floats base = splat(constant);
+        if (zero_k) {
+            base = multiply_add(splat(ones), load<Floats>(k.zero + t), base);
         }
-        if (item.slopes) {
-            const int nearest = row.position - visit.block * kPageTokens - t;
-            const Ints distance = nearest - reinterpret_cast<Ints>(lanes);
-            y = multiply_add(splat(-item.slopes[head]), to_floats(distance < 0 ? -distance : distance), y);
-        }
-        if (~mask != 0) {
-            const Words bits = uint32_t(mask >> t) & (1u << lanes);
-            y = select(bits == 0u, splat(kMinusInfinity), y);
-        }
-        top = select(y > top, y, top);
-        logits[i] = y;
+        x[i] = multiply_add(to_floats(sum) - offset, load<Floats>(k.scale + t) * unit, base);
     }
-
-    float* partial = partial_of(item, visit.partials, n);
-    float* scalars = scalars_of(item, partial);
-    const float highest = max_lanes(top);
-    if (highest > scalars[kTop]) {
-        const float factor = exp_negative(splat(scalars[kTop] - highest))[0];
-        scale_row(partial, int(item.partial_stride), factor);
-        scalars[kTop] = highest;
+    if (~mask != 0 || item.softcap > 0.0f || item.slopes) {
+        adjust(item, n, block, mask, x);
     }
+    exponents(item, scratch, partials, n, x);
 
-    Floats sum = {}, zero_sum = {};
-#pragma GCC unroll 4
+    float* vectors = vectors_of(item, partial_of(item, partials, n));
+    const Floats all = sum(x);
+    add_lanes(vectors, kCodedSum, all);
+    if (values.page_mean) {
+        scratch.page_sums[n * kMeanBlocks + block % kMeanBlocks] += sum_lanes(all);
+    }
+    if (zero_v) {
+        Floats zeros = {};
+#pragma GCC unroll 16
+        for (int i = 0; i < kPageVectors; i++) {
+            zeros = multiply_add(x[i], load<Floats>(v.zero + i * kLanes), zeros);
+        }
+        add_lanes(vectors, kZeroSum, zeros);
+    }
+#pragma GCC unroll 16
     for (int i = 0; i < kPageVectors; i++) {
-        const int t = i * kLanes;
-        Floats w = exp_negative(logits[i] - scalars[kTop]);
-        sum = sum + w;
-        if (visit.codes) {
-            zero_sum = multiply_add(w, load<Floats>(visit.v.zero + t), zero_sum);
-            w = w * load<Floats>(visit.v.scale + t);
-        }
-        store(x + t, w);
+        x[i] = x[i] * load<Floats>(v.scale + i * kLanes);
     }
-    const float all = sum_lanes(sum);
-    scalars[kSum] += all;
-    if (visit.codes) {
-        scalars[kCodedSum] += all;
-        scalars[kZeroSum] += sum_lanes(zero_sum);
-        if (visit.pages.v.page_mean) {
-            add_scaled(partial + item.coded.v.planes, visit.pages.v.dim, all, visit.v.mean);
+    const float unit_b = to_bytes(x, bytes);
+    Dot rounded = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < kPageVectors / 4; i++) {
+        rounded = dot(rounded, load<Words>(bytes + i * 4 * kLanes), 0x01010101u - Words{});
+    }
+    float* digit_sum = vectors + 16 * kDigitSum;
+    store(digit_sum, multiply_add(to_floats(total(rounded)), splat(unit_b), load<Floats>(digit_sum)));
+    return unit_b;
+}
+
+// Query vectors of `seen` against a page, kDotRows dot rows at a time.
+template <class Codes>
+void visit_codes(const Item& item, const Scratch& scratch, float* partials, int block, const Seen& seen,
+                 const Codes& keys, const Codes& values, const Info& k, const Info& v, const float* k_mean) {
+    alignas(64) int32_t dots[kDotRows * kTokens];
+    alignas(64) uint8_t bytes[kDotRows * kTokens];
+    float units[kDotRows];
+    const int most = kDotRows / item.q_rows, n = seen.last - seen.first, blocks = (n + most - 1) / most;
+    const int step = (n + blocks - 1) / blocks;
+    const size_t stride = item.coded.k.planes;
+    for (int first = seen.first; first < seen.last; first += step) {
+        const int rows = min(step, seen.last - first);
+        score_rows(rows * item.q_rows, keys, scratch.q_bytes + first * item.q_rows * stride, stride, dots);
+        for (int r = 0; r < rows; r++) {
+            units[r] = weigh_coded(item, scratch, partials, first + r, block, seen.masks[(first + r) / item.n_heads],
+                                   dots + r * item.q_rows * kTokens, k, v, k_mean, bytes + r * kTokens);
         }
+        weigh_rows(rows, values, {bytes, units, partial_of(item, partials, first), item.partial_stride});
     }
 }
 
-// ---- visits
-
-// A value that is not finite must not reach rows that do not see its token: there its weight is 0, and 0 * NaN is NaN.
-bool all_finite(const float* x, int n) {
-    Words exponent = {};
-    for (int i = 0; i < n; i += kLanes) {
-        const Words e = load<Words>(x + i) & 0x7f800000u;
-        exponent = e > exponent ? e : exponent;
-    }
-    for (int i = 0; i < kLanes; i++) {
-        if (exponent[i] == 0x7f800000u) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// partials += weights times values, for query vectors [first, last).
-void add_values(const Visit& visit, const uint64_t* masks, int first, int last) {
-    const Item& item = visit.item;
-    const int width = visit.codes ? visit.pages.v.planes : visit.pages.v.dim;
-    float* out = visit.partials + (visit.codes ? 0 : item.coded.v.planes);
-    const float* values = visit.scratch.page;
-    const float* weights = visit.scratch.weights;
-    if (visit.codes || all_finite(values, kPageTokens * width)) {
-        multiply(last - first, kPageTokens, width, weights + first * kPageTokens, kPageTokens, values, width,
-                 out + first * item.partial_stride, item.partial_stride);
+void visit_coded(const Item& item, const Scratch& scratch, float* partials, int block) {
+    const Seen seen(item, block, true);
+    if (seen.none()) {
         return;
     }
-    for (int n = first; n < last; n++) {
-        const uint64_t mask = masks[n / item.n_heads];
-        for (int t = 0; t < kPageTokens; t++) {
-            if ((mask >> t & 1) == 0) {
-                continue;
-            }
-            multiply(1, 1, width, weights + n * kPageTokens + t, kPageTokens, values + t * width, width,
-                     out + n * item.partial_stride, item.partial_stride);
-        }
-    }
-}
-
-// Adds what the rows read in one block, from the coded or from the exact table.
-void visit_block(const Item& item, const Scratch& scratch, float* partials, int block, bool coded) {
-    uint64_t masks[kTileRows];
-    int first = item.n_rows, last = 0;
-    for (int r = 0; r < item.n_rows; r++) {
-        masks[r] = visible_tokens(item.rows[r], item.sink, block, coded);
-        if (masks[r] == 0) {
-            continue;
-        }
-        first = min(first, r);
-        last = r + 1;
-    }
-    if (first >= last) {
-        return;
-    }
-    first *= item.n_heads;
-    last *= item.n_heads;
-
-    const Pages& pages = coded ? item.coded : item.exact;
+    const Pages& pages = item.coded;
     const std::byte* page = page_at(pages, block);
-    const std::byte* next = has_page(pages, block + 1) ? page_at(pages, block + 1) : page;
-    const bool codes = pages.k.planes > 0;
+    const ptrdiff_t next = has_page(pages, block + 1) ? page_at(pages, block + 1) - page : 0;
+    for (size_t i = pages.k.scales; i < pages.bytes; i += 64) {
+        __builtin_prefetch(page + next + i);
+    }
     Info k, v;
-    if (codes) {
-        for (size_t i = pages.k.scales; i < pages.bytes; i += 64) {
-            __builtin_prefetch(next + i);
+    alignas(64) float k_mean[kMaxDim];
+    unpack_info(pages.k, page, k);
+    unpack_info(pages.v, page, v);
+    if (pages.k.page_mean) {
+        unpack_mean(pages.k, page, k_mean);
+    }
+    if (pages.v.page_mean) {
+        unpack_mean(pages.v, page, scratch.page_means + block % kMeanBlocks * pages.v.dim);
+    }
+    const float* mean = pages.k.page_mean ? k_mean : nullptr;
+    const Packed keys{page + pages.k.codes, pages.k.planes, next}, values{page + pages.v.codes, pages.v.planes, next};
+    if ((seen.last - seen.first) * item.q_rows < kUnpackFrom) {
+        visit_codes(item, scratch, partials, block, seen, keys, values, k, v, mean);
+    } else {
+        std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
+        const Unpacked unpacked = unpack_keys(keys, digits);
+        visit_codes(item, scratch, partials, block, seen, unpacked,
+                    unpack_values(values, digits + keys.planes * kTokens), k, v, mean);
+    }
+}
+
+void clear_page_sums(const Item& item, const Scratch& scratch) {
+    __builtin_memset(scratch.page_sums, 0, item.n * kMeanBlocks * sizeof(float));
+    __builtin_memset(scratch.page_means, 0, item.coded.v.dim * kMeanBlocks * sizeof(float));
+}
+
+void add_page_means(const Item& item, const Scratch& scratch, float* partials) {
+    const int dim = item.coded.v.dim;
+    multiply(item.n, kMeanBlocks, dim, scratch.page_sums, kMeanBlocks, scratch.page_means, dim,
+             partials + item.coded.v.planes, item.partial_stride);
+    clear_page_sums(item, scratch);
+}
+
+// ---- BF16 pages
+
+void weigh_exact(const Item& item, const Scratch& scratch, float* partials, int n, int block, uint64_t mask) {
+    float* weights = scratch.weights + n * kTokens;
+    Floats x[kPageVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kPageVectors; i++) {
+        x[i] = load<Floats>(weights + i * kLanes);
+    }
+    adjust(item, n, block, mask, x);
+    exponents(item, scratch, partials, n, x);
+    add_lanes(vectors_of(item, partial_of(item, partials, n)), kExactSum, sum(x));
+#pragma GCC unroll 16
+    for (int i = 0; i < kPageVectors; i++) {
+        store(weights + i * kLanes, x[i]);
+    }
+}
+
+// `values` floats or BF16.
+template <class T>
+void add_values(const Item& item, const Scratch& scratch, float* partials, const Seen& seen, const T* values) {
+    const int dim = item.exact.v.dim;
+    float* out = partials + item.coded.v.planes;
+    const float* weights = scratch.weights;
+    bool all_seen = true;
+    for (int r = seen.first / item.n_heads; r < seen.last / item.n_heads; r++) {
+        all_seen = all_seen && ~seen.masks[r] == 0;
+    }
+    if (all_seen || all_finite(values, kTokens * dim)) {
+        multiply(seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, dim,
+                 out + seen.first * item.partial_stride, item.partial_stride);
+        return;
+    }
+    for (int n = seen.first; n < seen.last; n++) {
+        const uint64_t mask = seen.masks[n / item.n_heads];
+        for (int t = 0; t < kTokens; t++) {
+            if ((mask >> t & 1) != 0) {
+                multiply(1, 1, dim, weights + n * kTokens + t, kTokens, values + t * dim, dim,
+                         out + n * item.partial_stride, item.partial_stride);
+            }
         }
-        unpack_info(pages.k, page, k);
-        unpack_info(pages.v, page, v);
     }
+}
 
-    const Visit visit{item, scratch, pages, partials, block, codes, k, v};
-    const int depth = codes ? pages.k.planes : pages.k.dim;
-    const float* q = (codes ? scratch.q_codes : scratch.q) + first * depth;
-    float* logits = scratch.weights + first * kPageTokens;
-    unpack(pages.k, page, next, scratch.page);
-    __builtin_memset(logits, 0, (last - first) * kPageTokens * sizeof(float));
-    multiply(last - first, depth, kPageTokens, q, depth, scratch.page, kPageTokens, logits, kPageTokens);
-
-    for (int n = first; n < last; n++) {
-        weigh(visit, n, masks[n / item.n_heads]);
+void to_numbers(const uint16_t* rows, int n, float* to) {
+    for (int i = 0; i < n; i += kLanes) {
+        store(to + i, load_floats(rows + i));
     }
+}
 
-    unpack(pages.v, page, next, scratch.page);
-    add_values(visit, masks, first, last);
+void visit_exact(const Item& item, const Scratch& scratch, float* partials, int block, const Pages& pages,
+                 const Seen& seen) {
+    const std::byte* page = page_at(pages, block);
+    const uint16_t* keys = reinterpret_cast<const uint16_t*>(page + pages.k.codes);
+    const uint16_t* values = reinterpret_cast<const uint16_t*>(page + pages.v.codes);
+    const int first = seen.first, n = seen.last - seen.first, dim = pages.k.dim;
+    const bool converted = n > kRows;
+    const float* q = scratch.q + first * dim;
+    float* logits = scratch.weights + first * kTokens;
+    __builtin_memset(logits, 0, n * kTokens * sizeof(float));
+    if (converted) {
+        to_numbers(keys, dim * kTokens, scratch.page);
+        multiply(n, dim, kTokens, q, dim, scratch.page, kTokens, logits, kTokens);
+    } else {
+        multiply(n, dim, kTokens, q, dim, keys, kTokens, logits, kTokens);
+    }
+    for (int i = first; i < seen.last; i++) {
+        weigh_exact(item, scratch, partials, i, block, seen.masks[i / item.n_heads]);
+    }
+    if (converted) {
+        to_numbers(values, kTokens * pages.v.dim, scratch.page);
+        add_values(item, scratch, partials, seen, scratch.page);
+    } else {
+        add_values(item, scratch, partials, seen, values);
+    }
 }
 
 // ---- the functions of the table
+
+// Query n in int8 of its largest element, or in 15 bits: high rows times 128 plus low rows.
+void to_rows(const Item& item, const Scratch& scratch, int n) {
+    const int planes = item.coded.k.planes;
+    const float* q = scratch.q_codes + n * planes;
+    Floats most = splat(1e-30f);
+    for (int p = 0; p < planes; p += kLanes) {
+        const Floats x = load<Floats>(q + p);
+        most = maximum(maximum(x, -x), most);
+    }
+    const float largest = max_lanes(most), top = item.q_rows == 2 ? 127.0f * 128.0f : 127.0f;
+    const float inverse = top / largest;
+    int8_t* high = scratch.q_bytes + n * item.q_rows * planes;
+    int8_t* low = high + (item.q_rows - 1) * planes;
+    uint32_t sum = 0;
+    for (int i = 0; i < planes; i++) {
+        const float* x = q + key_order_plane(i / 4, planes) + i % 4;
+        float shifted = *x * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
+        int32_t code;
+        __builtin_memcpy(&code, &shifted, sizeof code);
+        code -= 0x4b400000;
+        sum += uint32_t(code);
+        const int32_t hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
+        high[i] = int8_t(hundreds);
+        if (item.q_rows == 2) {
+            low[i] = int8_t(code - hundreds * 128);
+        }
+    }
+    scratch.q_offset[n] = 1.5f * float(int32_t(sum));
+    scratch.q_unit[n] = largest / top;
+}
 
 // A query that is not finite becomes NaN as a whole: the row has no answer, whichever tokens it sees.
 void queries(const Item& item, const Scratch& scratch) {
@@ -432,36 +315,44 @@ void queries(const Item& item, const Scratch& scratch) {
         }
         const float add = sum_lanes(poison);
         for (int c = 0; c < dim; c += kLanes) {
-            store(to + c, load<Floats>(q + c) * item.scale + add);
+            store(to + c, load<Floats>(q + c) * (item.scale * kLog2e) + add);
         }
+        scratch.q_mean[n] = k.mean ? dot_product(dim, to, k.mean) : to[0] * 0.0f;
+        scratch.q_ones[n] = k.ones ? dot_product(dim, to, k.ones) : 0.0f;
     }
     if (k.planes == 0) {
         return;
     }
-    dot_products(item.n, k.planes, dim, scratch.q, k.decode, scratch.q_codes, k.planes);
+    __builtin_memset(scratch.q_codes, 0, item.n * k.planes * sizeof(float));
+    multiply(item.n, dim, k.planes, scratch.q, dim, k.map, k.planes, scratch.q_codes, k.planes);
     for (int n = 0; n < item.n; n++) {
-        scratch.q_mean[n] = scratch.q_ones[n] = 0.0f;
-    }
-    if (k.mean) {
-        dot_products(item.n, 1, dim, scratch.q, k.mean, scratch.q_mean, 1);
-    }
-    if (k.ones) {
-        dot_products(item.n, 1, dim, scratch.q, k.ones, scratch.q_ones, 1);
+        to_rows(item, scratch, n);
     }
 }
 
 void clear(const Item& item, float* partials) {
     __builtin_memset(partials, 0, item.n * item.partial_stride * sizeof(float));
     for (int n = 0; n < item.n; n++) {
-        scalars_of(item, partial_of(item, partials, n))[kTop] = kNothing;
+        vectors_of(item, partial_of(item, partials, n))[16 * kTop] = kNothing;
     }
 }
 
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
+    const bool codes = item.coded.k.planes > 0, page_means = item.coded.v.page_mean;
+    clear_page_sums(item, scratch);
     for (int block = first; block < last; block++) {
-        visit_block(item, scratch, partials, block, true);
-        visit_block(item, scratch, partials, block, false);
+        if (codes) {
+            visit_coded(item, scratch, partials, block);
+        } else if (const Seen seen(item, block, true); !seen.none()) {
+            visit_exact(item, scratch, partials, block, item.coded, seen);
+        }
+        if (const Seen seen(item, block, false); !seen.none()) {
+            visit_exact(item, scratch, partials, block, item.exact, seen);
+        }
+        if (page_means && (block % kMeanBlocks == kMeanBlocks - 1 || block == last - 1)) {
+            add_page_means(item, scratch, partials);
+        }
     }
 }
 
@@ -469,14 +360,14 @@ void merge(const Item& item, float* partials, const float* more) {
     for (int n = 0; n < item.n; n++) {
         float* a = partial_of(item, partials, n);
         const float* b = more + n * item.partial_stride;
-        float* scalars = scalars_of(item, a);
-        const float other = b[scalars - a + kTop];
-        const float top = scalars[kTop] > other ? scalars[kTop] : other;
-        const float keep = exp_negative(splat(scalars[kTop] - top))[0];
-        const float add = exp_negative(splat(other - top))[0];
-        scale_row(a, int(item.partial_stride), keep);
-        add_scaled(a, int(item.partial_stride), add, b);
-        scalars[kTop] = top;
+        float* vectors = vectors_of(item, a);
+        const float other = b[vectors - a + 16 * kTop];
+        const float top = vectors[16 * kTop] > other ? vectors[16 * kTop] : other;
+        const Floats keep = exp2(splat(vectors[16 * kTop] - top)), add = exp2(splat(other - top));
+        for (int c = 0; c < int(vectors - a) + 16 * kTop; c += kLanes) {
+            store(a + c, multiply_add(add, load<Floats>(b + c), load<Floats>(a + c) * keep));
+        }
+        vectors[16 * kTop] = top;
     }
 }
 
@@ -484,25 +375,33 @@ void finish(const Item& item, float* partials) {
     const Side& v = item.coded.v;
     const int dim = v.dim;
     if (v.planes > 0) {
-        multiply(item.n, v.planes, dim, partials, item.partial_stride, v.decode, dim, partials + v.planes,
+        for (int n = 0; n < item.n; n++) {
+            float* partial = partial_of(item, partials, n);
+            const float offset = 1.5f * lanes_sum(vectors_of(item, partial), kDigitSum);
+            for (int p = 0; p < v.planes; p += kLanes) {
+                store(partial + p, load<Floats>(partial + p) - offset);
+            }
+        }
+        multiply(item.n, v.planes, dim, partials, item.partial_stride, v.map, dim, partials + v.planes,
                  item.partial_stride);
     }
     for (int n = 0; n < item.n; n++) {
         float* partial = partial_of(item, partials, n);
-        const float* scalars = scalars_of(item, partial);
+        const float* vectors = vectors_of(item, partial);
         float* o = partial + v.planes;
         const int head = n % item.n_heads;
+        const float coded = lanes_sum(vectors, kCodedSum), top = vectors[16 * kTop];
         if (v.mean) {
-            add_scaled(o, dim, scalars[kCodedSum], v.mean);
+            add_scaled(o, dim, coded, v.mean);
         }
         if (v.ones) {
-            add_scaled(o, dim, scalars[kZeroSum], v.ones);
+            add_scaled(o, dim, lanes_sum(vectors, kZeroSum), v.ones);
         }
-        float keep = 1.0f, sum = scalars[kSum];
+        float keep = 1.0f, sum = coded + lanes_sum(vectors, kExactSum);
         if (item.sinks) {
-            const float sink = item.sinks[head], top = scalars[kTop] > sink ? scalars[kTop] : sink;
-            keep = exp_negative(splat(scalars[kTop] - top))[0];
-            sum = sum * keep + exp_negative(splat(sink - top))[0];
+            const float sink = item.sinks[head] * kLog2e, highest = top > sink ? top : sink;
+            keep = exp2(splat(top - highest))[0];
+            sum = sum * keep + exp2(splat(sink - highest))[0];
         }
         const float factor = sum == 0.0f ? 0.0f : keep / sum;
         float* out = item.out + item.rows[n / item.n_heads].token * item.out_stride + head * dim;

@@ -15,21 +15,19 @@
 namespace crumb::cpu {
 namespace {
 
-// kRows x kVectors accumulators, kVectors operands and a broadcast fit the register file.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 6, kVectors = 4;
+constexpr int kLanes = 16;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kRows = 6, kVectors = 2;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRows = 6, kVectors = 4;
+constexpr int kLanes = 8;
 #else
-constexpr int kLanes = 4, kRows = 6, kVectors = 2;
+constexpr int kLanes = 4;
 #endif
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+using SignedHalves = int16_t __attribute__((vector_size(4 * kLanes)));
 using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 using SignedBytes = int8_t __attribute__((vector_size(kLanes)));
 
@@ -53,6 +51,12 @@ inline Floats as_floats(Words x) { return reinterpret_cast<Floats>(x); }
 
 inline Floats select(Ints mask, Floats a, Floats b) { return mask ? a : b; }
 
+// Floats, and BF16 as floats.
+inline Floats load_floats(const float* p) { return load<Floats>(p); }
+inline Floats load_floats(const uint16_t* p) {
+    return as_floats(__builtin_convertvector(load<Halves>(p), Words) << 16);
+}
+
 // a * b + c, in one rounding where the instruction set has it.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -63,6 +67,17 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
     return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
+#endif
+}
+
+// The larger; b where one of them is NaN.
+inline Floats maximum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return select(a > b, a, b);
 #endif
 }
 
@@ -89,12 +104,24 @@ inline float sum_lanes(Floats v) {
 // NaN lanes do not count.
 template <int Distance = kLanes / 2>
 inline float max_lanes(Floats v) {
-    const Floats other = rotate<Distance>(v);
-    v = select(v > other, v, other);
+    v = maximum(rotate<Distance>(v), v);
     if constexpr (Distance > 1) {
         return max_lanes<Distance / 2>(v);
     }
     return v[0];
+}
+
+inline bool any_greater(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+#elif defined(__aarch64__)
+    return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
+#else
+    const auto pairs = reinterpret_cast<long long __attribute__((vector_size(4 * kLanes)))>(a > b);
+    return (pairs[0] | pairs[1]) != 0;
+#endif
 }
 
 inline Words lane_numbers() {
@@ -114,22 +141,59 @@ inline Floats from_fp16(Words half) {
     return as_floats(magnitude | sign);
 }
 
-// e^x for x <= 0: NaN stays NaN, relative error below 2e-7; 0 below -60, which no sum of floats notices next to e^0,
-// and which keeps sub-normal numbers, a hundred times slower, out of the products. x = n ln 2 + r, with ln 2 in two
-// parts, and the polynomial of Cephes' expf for e^r.
-inline Floats exp_negative(Floats x) {
-    const Floats shifted = multiply_add(x, splat(1.44269504f), splat(0x1.8p23f));
-    const Floats n = shifted - 0x1.8p23f;
-    const Floats r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
-    Floats p = splat(1.9875691500e-4f);
-    p = multiply_add(p, r, splat(1.3981999507e-3f));
-    p = multiply_add(p, r, splat(8.3334519073e-3f));
-    p = multiply_add(p, r, splat(4.1665795894e-2f));
-    p = multiply_add(p, r, splat(1.6666665459e-1f));
-    p = multiply_add(p, r, splat(5.0000001201e-1f));
-    p = multiply_add(p, r * r, r) + 1.0f;
-    const Words power = (reinterpret_cast<Words>(shifted) + 127u) << 23;  // the low bits of `shifted` are n
-    return select(x < -60.0f, Floats{}, p * as_floats(power));
+// 2^x for x < 127: NaN stays NaN, relative error below 3e-7; 0 below -100, which no sum of floats notices next to what
+// has a weight, and which keeps sub-normal numbers, a hundred times slower, out of the products. x = n + f with n whole
+// and f in [0, 1), and the polynomial of degree 5 with the least relative error that is 1 at 0 for 2^f.
+inline Floats exp2(Floats x) {
+#if defined(__AVX512F__)
+    const Floats f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+#else
+    const Floats bounded = select(x < -120.0f, splat(-120.0f), x);
+#if defined(__AVX2__)
+    const Floats n = _mm256_floor_ps(bounded);
+#elif defined(__aarch64__)
+    const Floats n = vrndmq_f32(bounded);
+#else
+    const Floats nearest = (bounded + 0x1.8p23f) - 0x1.8p23f;
+    const Floats n = nearest - select(nearest > bounded, splat(1.0f), Floats{});
+#endif
+    const Floats f = bounded - n;
+#endif
+    Floats p = splat(0.00186713007f);
+    p = multiply_add(p, f, splat(0.00901703032f));
+    p = multiply_add(p, f, splat(0.0557999131f));
+    p = multiply_add(p, f, splat(0.24016445f));
+    p = multiply_add(p, f, splat(0.693151312f));
+    p = multiply_add(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-100.0f), _CMP_NLT_UQ), p, x);
+#else
+    const Words exponent = reinterpret_cast<Words>(n + (0x1.8p23f + 127.0f));  // its low bits are n + 127
+    return select(x < -100.0f, Floats{}, p * as_floats(exponent << 23));
+#endif
+}
+
+// Integers 0 .. 127 that floats of that range are nearest to, as 64 bytes.
+inline void store_bytes(uint8_t* to, const Floats* x) {
+#if defined(__AVX512F__)
+    __m512i v[4];
+    for (int i = 0; i < 4; i++) v[i] = _mm512_cvtps_epi32(x[i]);
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+#elif defined(__AVX2__)
+    for (int half = 0; half < 2; half++, to += 32, x += 4) {
+        __m256i v[4];
+        for (int i = 0; i < 4; i++) v[i] = _mm256_cvtps_epi32(x[i]);
+        const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+#else
+    for (int i = 0; i < 64 / kLanes; i++) {  // the low byte of 1.5 2^23 + x is x
+        store(to + i * kLanes, __builtin_convertvector(reinterpret_cast<Words>(x[i] + 0x1.8p23f) & 0xffu, Bytes));
+    }
+#endif
 }
 
 }  // namespace

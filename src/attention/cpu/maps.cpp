@@ -1,0 +1,40 @@
+// Maps as the kernels read them.
+#include <crumb/attention.h>
+
+#include <algorithm>
+
+namespace crumb {
+
+namespace {
+
+constexpr int kLongQueryDim = 256;
+constexpr int kLongQueryDigits = 3;
+
+bool wants_long_queries(const SideTables& k) {
+    const auto most = std::max_element(k.digits.begin(), k.digits.end());
+    return k.format.dim >= kLongQueryDim || (most != k.digits.end() && *most >= kLongQueryDigits);
+}
+
+}  // namespace
+
+AttentionMaps attention_maps(std::span<const HeadTables> tables) {
+    AttentionMaps maps;
+    for (const HeadTables& head : tables) {
+        const size_t dim = size_t(head.k.format.dim), planes = size_t(head.k.format.planes);
+        AttentionMaps::Head packed;
+        packed.k.resize(dim * planes);
+        for (size_t p = 0; p < planes; p++) {
+            for (size_t c = 0; c < dim; c++) {
+                packed.k[c * planes + p] = to_bf16(head.k.decode[p * dim + c]);
+            }
+        }
+        std::transform(head.v.decode.begin(), head.v.decode.end(), std::back_inserter(packed.v), to_bf16);
+        maps.heads.push_back(std::move(packed));
+        if (wants_long_queries(head.k)) {
+            maps.query_bits = 15;
+        }
+    }
+    return maps;
+}
+
+}  // namespace crumb
