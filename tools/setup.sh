@@ -8,7 +8,7 @@ build=(g++ make cmake ninja-build ccache pkg-config git)
 # linked or included
 libraries=(libeigen3-dev nlohmann-json3-dev libcli11-dev libxxhash-dev libfmt-dev libzip-dev)
 # tests and benches; clang brings libFuzzer and the sanitizers of the fuzz targets
-tests=(libgtest-dev librapidcheck-dev libbenchmark-dev clang libclang-rt-14-dev clang-format)
+tests=(libgtest-dev librapidcheck-dev clang libclang-rt-14-dev clang-format)
 # fetching models, text and sources
 fetch=(python3 python3-pip python3-venv ca-certificates)
 packages=("${build[@]}" "${libraries[@]}" "${tests[@]}" "${fetch[@]}")

@@ -151,7 +151,8 @@ class Ggml : public Candidate {
     Task task_;
     Kind kind_;
     size_t side_ = 0;
-    std::vector<char> memory_, work_;
+    std::vector<char> memory_;
+    std::vector<uint8_t> work_;
     std::vector<std::vector<char>> kv_;  // K and V of each layer
     std::vector<float> q_, out_, scores_, weights_;
     std::vector<ggml_fp16_t> mask_;

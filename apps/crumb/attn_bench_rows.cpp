@@ -10,7 +10,6 @@
 #include <random>
 
 #include "ggml.h"
-#include "llama-model.h"
 
 namespace crumb::app::attn {
 
@@ -76,8 +75,8 @@ struct Recorder {
 
 Rows record_rows(const std::filesystem::path& file, const std::filesystem::path& text, int layer, int tokens, int n_threads) {
     const auto model = llama::load_model(file);
-    if (layer < 0 || layer >= int(model->hparams.n_layer)) {
-        fail("there is no layer {} in {}: it has {}", layer, file.string(), int(model->hparams.n_layer));
+    if (layer < 0 || layer >= llama_model_n_layer(model.get())) {
+        fail("there is no layer {} in {}: it has {}", layer, file.string(), llama_model_n_layer(model.get()));
     }
     auto words = llama::tokenize(model.get(), llama::read_text(text), true, false);
     if (words.size() < 64) { fail("{} has {} tokens: too few to record from", text.string(), words.size()); }
@@ -88,7 +87,9 @@ Rows record_rows(const std::filesystem::path& file, const std::filesystem::path&
     llama::ContextOptions options{.n_ctx = (tokens + 255) / 256 * 256, .n_threads = n_threads};
     options.observe = Recorder::callback;
     options.observer = &recorder;
-    const auto context = llama::new_context(model.get(), options, llama::KvOptions{.recipe = "bf16"});
+    llama::KvOptions kv;
+    kv.recipe = "bf16";
+    const auto context = llama::new_context(model.get(), options, kv);
     for (int at = 0; at < tokens; at += options.n_ubatch) {
         const int n = std::min(options.n_ubatch, tokens - at);
         llama::decode(context.get(), std::span(words).subspan(at, n), at, true);

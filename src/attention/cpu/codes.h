@@ -34,7 +34,11 @@ constexpr int key_vectors(int) { return 2; }
 constexpr int unpacked_vectors(int) { return 2; }
 constexpr int value_fields(int) { return 2; }
 #else
+#if defined(__aarch64__)
 constexpr int kDotRows = 6;
+#else
+constexpr int kDotRows = 2;  // SSE2 has 16 registers and no dot product
+#endif
 constexpr int key_vectors(int) { return 4; }
 constexpr int unpacked_vectors(int) { return 4; }
 constexpr int value_fields(int) { return 4; }
