@@ -53,7 +53,7 @@ void measure(int planes, double hertz) {
     std::mt19937 random(1);
     std::vector<std::byte> pages(size_t(kPages) * 32 * planes + 64), digits(size_t(128) * planes + 64);
     for (std::byte& x : pages) x = std::byte(random());
-    std::vector<int8_t> q(size_t(Rows) * planes);
+    std::vector<int8_t> q(size_t{Rows} * planes);
     for (int8_t& x : q) x = int8_t(random() % 255 - 127);
     alignas(64) static int32_t dots[kDotRows * kTokens];
     alignas(64) static uint8_t weights[kDotRows * kTokens];

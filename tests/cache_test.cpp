@@ -39,6 +39,8 @@ std::vector<std::vector<float>> attention_of(const Cache& cache, int layer, cons
     attention.format =
         l.window > 0 ? bf16_format(l.dim_k, l.dim_v) : page_format(*cache.config().recipe, l.dim_k, l.dim_v);
     attention.tables = cache.config().tables[layer];
+    const AttentionMaps maps = attention_maps(attention.tables);
+    attention.maps = &maps;
     std::vector<float> q;
     for (const StepToken& t : tokens) {
         for (int head = 0; head < n_head; head++) {
