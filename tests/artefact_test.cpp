@@ -31,6 +31,24 @@ void append_rotation(Matrices& m, int d, double angle) {
     }
 }
 
+// A triangular basis of 2 heads and its inverse.
+PlanesSide planes_side(int d) {
+    PlanesSide side;
+    for (Matrices* m : {&side.encode, &side.decode}) {
+        *m = {2, d, std::vector<float>(2 * size_t(d) * d)};
+        for (int i = 0; i < 2 * d; ++i) {
+            m->data[size_t(i) * d + i % d] = 1;
+            if (i % d > 0) {
+                m->data[size_t(i) * d] = m == &side.encode ? 0.5f : -0.5f;
+            }
+        }
+    }
+    side.spectrum = {2, d, std::vector<float>(2 * size_t(d), 0.75f)};
+    side.step = {2, d, std::vector<float>(6 * size_t(d), 0.25f)};
+    side.page_step = {2, d, std::vector<float>(2 * size_t(d), 0.125f)};
+    return side;
+}
+
 Artefact example() {
     Artefact a;
     a.provenance = {.model = {"Tiny \"1\" \xc3\xa9", "llama", "00112233445566778899aabbccddeeff", 3, 4, 2, 8, 6},
@@ -54,6 +72,10 @@ Artefact example() {
         }
     }
     a.layers[5].v_rotation = a.layers[0].v_rotation;  // the other tensors are absent
+    a.layers[2].k_planes = planes_side(8);
+    a.layers[2].k_planes.mean = a.layers[2].k_mean;
+    a.layers[2].v_planes = planes_side(6);
+    a.layers[2].v_planes.page_step = {};
     return a;
 }
 
@@ -174,6 +196,18 @@ TEST(Artefact, RefusesContradictions) {
                              a.layers[2].k_mean = {2, 6, std::vector<float>(12)};
                          }),
                          "k_mean has 6 channels and k_rotation 8"));
+
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.decode.data[65] += 0.01f; }),
+                         "k_planes.decode of head 1 is not the inverse of encode"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].v_planes.step.data[3] = 0; }),
+                         "v_planes.step has the step 0 at index 3"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.page_step.data[0] = -1; }), "k_planes.page_step"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.spectrum.data[0] = -1; }), "negative variance"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.step.data.pop_back(); }),
+                         "k_planes.step has 47 values"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.spectrum = {}; }), "does not go without"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].v_planes = {}; }), "they belong together"));
+    EXPECT_TRUE(contains(refused([](Artefact& a) { a.layers[2].k_planes.mean.dim = 4; }), "k_planes.mean"));
 }
 
 // A file with this header and `data` bytes of zeros.

@@ -90,7 +90,7 @@ class World {
     World(Shape shape, const Recipe& recipe, Data k, Data v, bool key_mean = false) : shape_(shape) {
         Recipe plain_recipe = recipe;
         plain_recipe.k.centre = Centre::none;
-        tables = layer_tables(plain_recipe, 0, shape.n_head_kv, shape.dim_k, shape.dim_v, nullptr);
+        tables = layer_tables(plain_recipe, 0, shape.n_head_kv, page_format(plain_recipe, shape.dim_k, shape.dim_v), nullptr);
         set_layer(page_format(recipe, shape.dim_k, shape.dim_v));
         for (HeadTables& head : tables) {
             if (!key_mean) continue;

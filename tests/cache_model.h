@@ -46,19 +46,15 @@ struct Scenario {
 // Two coded layers of different shape, one that stores nothing, and a sliding-window layer if there is a window.
 inline CacheConfig config_of(const Scenario& scenario) {
     CacheConfig config;
-    config.recipe = &find_recipe(scenario.recipe);
+    config.recipe = find_recipe(scenario.recipe);
     config.layers = {
         {.n_head_kv = 2, .dim_k = 32, .dim_v = 32}, {.stores = false}, {.n_head_kv = 1, .dim_k = 64, .dim_v = 32}};
     if (scenario.window > 0) {
         config.layers.insert(config.layers.begin() + 1,
                              {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window});
     }
-    for (size_t i = 0; i < config.layers.size(); i++) {
-        const CacheLayer& l = config.layers[i];
-        const bool coded = l.stores && l.window == 0;
-        config.tables.push_back(coded ? layer_tables(*config.recipe, int(i), l.n_head_kv, l.dim_k, l.dim_v, nullptr)
-                                      : std::vector<HeadTables>{});
-    }
+    set_formats(config, nullptr);
+    set_tables(config, nullptr);
     config.sink = scenario.sink;
     config.recent = scenario.recent;
     config.prefill = scenario.prefill;
@@ -306,7 +302,7 @@ class Model {
             if (!l.stores || l.window > 0) {
                 continue;
             }
-            const PageFormat format = page_format(*config_.recipe, l.dim_k, l.dim_v);
+            const PageFormat format = config_.formats[layer];
             for (int head = 0; head < l.n_head_kv; head++) {
                 std::vector<bf16> k, v;
                 for (int j = 64 * b; j < 64 * (b + 1); j++) {
@@ -318,7 +314,7 @@ class Model {
                     }
                 }
                 Bytes page(format.bytes());
-                encode_page(*config_.recipe, format, config_.tables[layer][head], k, v, page.data(), lost_in(s, b),
+                encode_page(config_.recipe, format, config_.tables[layer][head], k, v, page.data(), lost_in(s, b),
                             kept && lost_in(s, b) > 0 ? kept->pages[layer][head].data() : nullptr);
                 block.pages[layer].push_back(std::move(page));
             }
@@ -332,13 +328,13 @@ class Model {
 // A page of which only the first `rows` tokens count, the others being zeros.
 inline Bytes first_rows(const CacheConfig& config, int layer, int head, int rows, const std::byte* page) {
     const CacheLayer& l = config.layers[layer];
-    const PageFormat format = page_format(*config.recipe, l.dim_k, l.dim_v);
+    const PageFormat format = config.formats[layer];
     if (rows == 64) {
         return Bytes(page, page + format.bytes());
     }
     const std::vector<bf16> k(64 * l.dim_k), v(64 * l.dim_v);
     Bytes result(format.bytes());
-    encode_page(*config.recipe, format, config.tables[layer][head], k, v, result.data(), rows, page);
+    encode_page(config.recipe, format, config.tables[layer][head], k, v, result.data(), rows, page);
     return result;
 }
 

@@ -13,10 +13,11 @@ namespace {
 // Coded, exact and window blocks of one small head each.
 CacheConfig small(int tokens = 256) {
     CacheConfig config;
-    config.recipe = &find_recipe("had2");
+    config.recipe = find_recipe("had2");
     config.layers = {{.n_head_kv = 1, .dim_k = 32, .dim_v = 32},
                      {.n_head_kv = 1, .dim_k = 32, .dim_v = 32, .window = 16}};
-    config.tables = {layer_tables(*config.recipe, 0, 1, 32, 32, nullptr), {}};
+    set_formats(config, nullptr);
+    set_tables(config, nullptr);
     config.sink = config.recent = 0;
     config.n_sequences = 2;
     config.tokens_per_sequence = tokens;

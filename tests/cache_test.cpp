@@ -37,7 +37,7 @@ std::vector<std::vector<float>> attention_of(const Cache& cache, int layer, cons
     attention.n_head_kv = l.n_head_kv;
     attention.scale = 0.2f;
     attention.format =
-        l.window > 0 ? bf16_format(l.dim_k, l.dim_v) : page_format(*cache.config().recipe, l.dim_k, l.dim_v);
+        l.window > 0 ? bf16_format(l.dim_k, l.dim_v) : cache.config().formats[layer];
     attention.tables = cache.config().tables[layer];
     const AttentionMaps maps = attention_maps(attention.tables);
     attention.maps = &maps;
@@ -413,8 +413,9 @@ TEST(Bytes, AreWhatIsAllocated) {
 // Llama 3.1 8B at 128k tokens: what a user would multiply on paper.
 TEST(Bytes, OfALargeModel) {
     CacheConfig config;
-    config.recipe = &find_recipe("quarot:paper");
+    config.recipe = find_recipe("quarot:paper");
     config.layers.assign(32, {.n_head_kv = 8, .dim_k = 128, .dim_v = 128});
+    set_formats(config, nullptr);
     config.tokens_per_sequence = config.tokens_total = 131072;
     const CacheBytes bytes = cache_bytes(config);
     EXPECT_EQ(bytes.bf16_equivalent, size_t(16) << 30);
@@ -438,7 +439,8 @@ TEST(Settings, ThatCannotBeAreRefused) {
     EXPECT_NE(refusal([](CacheConfig& c) { c.layers[0].dim_k = 1000; }), "");
 #ifndef __SANITIZE_ADDRESS__
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) {
-                             c.recipe = &find_recipe("bf16");
+                             c.recipe = find_recipe("bf16");
+                             set_formats(c, nullptr);
                              c.layers[0].n_head_kv = c.layers[2].n_head_kv = 1 << 20;
                              c.tokens_per_sequence = c.tokens_total = 1 << 30;
                          }),

@@ -103,7 +103,7 @@ inline EncoderCase encoder_case(const Recipe& recipe, int dim_k, int dim_v) {
     without_means.k.page_mean = without_means.v.page_mean = false;
     const Artefact artefact = artefact_for(dim_k, dim_v);
     EncoderCase result = {page_format(recipe, dim_k, dim_v),
-                          layer_tables(without_means, 0, kHeads, dim_k, dim_v, &artefact)[1]};
+                          layer_tables(without_means, 0, kHeads, page_format(without_means, dim_k, dim_v), &artefact)[1]};
     const auto set_means = [](SideTables& tables, const SideFormat& format) {
         tables.format = format;
         for (int i = 0; format.mean && i < format.dim; ++i) {

@@ -67,7 +67,7 @@ Ours::Ours(const Task& task, const std::string& recipe_name, Isa isa) : state_(s
     s.rows = &rows;
     const Recipe& recipe = find_recipe(recipe_name);
     if (!recipe.coded() || recipe.needs_artefact()) { fail("attn-bench makes its own tables: {} needs an artefact or has no codes; take had2", recipe_name); }
-    s.tables = layer_tables(recipe, 0, heads, dim, dim, nullptr);
+    s.tables = layer_tables(recipe, 0, heads, page_format(recipe, dim, dim), nullptr);
     s.maps = attention_maps(s.tables);
     s.layer = {.n_head = rows.shape.n_head,
                .n_head_kv = heads,

@@ -49,6 +49,8 @@ int calibrate(int argc, char** argv) {
     app.add_option("--v-target", v_target, "whose eigenvectors rotate V: sst, sst_true, vtv")->capture_default_str();
     app.add_option("--composition", composition, "r_h_pbr, r_h, h_pbr, h, r, pbr")->capture_default_str();
     app.add_flag("--per-head", o.method.per_head, "a rotation per KV head instead of one per layer");
+    app.add_option("--metric", o.metric, "how 'planes' weighs errors: none (squared, relative to the energy of a layer's K or V)")
+        ->capture_default_str()->check(CLI::IsMember({"none"}));
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     if (o.texts.empty()) { o.texts = fetched_texts(); }
     o.method.k = find_target(k_target);

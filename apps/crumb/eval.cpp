@@ -102,8 +102,9 @@ int eval(int argc, char** argv) {
     std::vector<Column> columns;
     for (const auto& name : o.recipes) {
         llama::KvOptions kv;
-        kv.recipe = find_recipe(name).name;
-        kv.artefact = find_recipe(name).needs_artefact() ? o.artefact : std::filesystem::path{};
+        const bool automatic = name == llama::kAuto;
+        kv.recipe = automatic ? name : label(find_recipe(name));
+        kv.artefact = automatic || find_recipe(name).needs_artefact() ? o.artefact : std::filesystem::path{};
         kv.sink = o.sink;
         kv.recent = o.recent;
         kv.prefill = o.prefill == "exact" ? PrefillRule::exact : PrefillRule::position;

@@ -8,6 +8,7 @@
 #include <crumb/error.h>
 
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <map>
@@ -21,8 +22,9 @@ double mib(size_t bytes) { return double(bytes) / 1048576.0; }
 void print_recipes() {
     std::printf("| --kv           | bits at D=128 | artefact | what | source |\n|---|---|---|---|---|\n");
     for (const auto& recipe : recipes()) {
+        const double bits = recipe.budgeted() ? recipe.rate : page_format(recipe, 128, 128).bits_per_element();
         std::printf("| %-14.*s | %13.3f | %-8s | %.*s | %.*s |\n", int(recipe.name.size()), recipe.name.data(),
-                    page_format(recipe, 128, 128).bits_per_element(), recipe.needs_artefact() ? "yes" : "no", int(recipe.summary.size()),
+                    bits, recipe.needs_artefact() ? "yes" : "no", int(recipe.summary.size()),
                     recipe.summary.data(), int(recipe.source.size()), recipe.source.data());
     }
 }
@@ -56,18 +58,33 @@ void print_geometry(const CacheConfig& config) {
 
 void print_cost(const CacheConfig& config) {
     const CacheBytes bytes = cache_bytes(config);
-    std::printf("\n--kv %s at %lld tokens, %d sequences, ubatch %d, sink %d, recent %d:\n", std::string(config.recipe->name).c_str(),
+    std::printf("\n--kv %s at %lld tokens, %d sequences, ubatch %d, sink %d, recent %d:\n", label(config.recipe).c_str(),
                 static_cast<long long>(config.tokens_total), config.n_sequences, config.max_step_tokens, config.sink, config.recent);
-    std::map<std::tuple<int, int>, int> formats;
-    for (const auto& layer : config.layers) {
-        if (layer.stores && !layer.window) { formats[{layer.dim_k, layer.dim_v}] += layer.n_head_kv; }
+    struct Kind {
+        PageFormat format;
+        int heads = 0;
+        std::string layers;
+    };
+    std::vector<Kind> kinds;
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        const auto& layer = config.layers[il];
+        if (!layer.stores || layer.window) { continue; }
+        auto kind = std::ranges::find(kinds, config.formats[il], &Kind::format);
+        if (kind == kinds.end()) { kind = kinds.insert(kind, Kind{config.formats[il], 0, {}}); }
+        kind->heads += layer.n_head_kv;
+        kind->layers += fmt::format(" {}", il);
     }
-    for (const auto& [dims, heads] : formats) {
-        const PageFormat format = page_format(*config.recipe, std::get<0>(dims), std::get<1>(dims));
+    for (const auto& [format, heads, layers] : kinds) {
         const size_t codes = format.coded() ? format.key_info() : format.bytes();
-        std::printf("  page (64 tokens of a head, K and V): %zu bytes = %zu codes + %zu side information, %.3f bits an element; %d heads\n",
+        std::printf("  page (64 tokens of a head, K and V): %zu bytes = %zu codes + %zu side information, %.3f bits an element; %d heads",
                     format.bytes(), codes, format.bytes() - codes, format.bits_per_element(), heads);
+        if (kinds.size() > 1) {
+            std::printf("; K %d planes%s, V %d planes%s, layers%s", format.k.planes, format.k.mean ? " + mean" : "", format.v.planes,
+                        format.v.mean ? " + mean" : "", layers.c_str());
+        }
+        std::printf("\n");
     }
+    std::printf("  all pages                 %10.3f bits an element\n", bytes.bits_per_element);
     std::printf("  pages                     %10.2f MiB\n", mib(bytes.coded));
     std::printf("  sinks and recent tokens   %10.2f MiB (BF16)\n", mib(bytes.exact));
     std::printf("  sliding-window layers     %10.2f MiB (BF16)\n", mib(bytes.window));
@@ -86,9 +103,15 @@ void print_artefact(const std::filesystem::path& file) {
                 p.model.n_head, p.model.n_head_kv, p.model.dim_k, p.model.dim_v, p.model.hash.c_str(), p.method.c_str(),
                 static_cast<unsigned long long>(p.tokens), p.texts.c_str(), p.text_hash.c_str(), p.created_by.c_str());
     for (const auto& [il, layer] : artefact.layers) {
-        std::printf("  layer %-3d    key mean %d x %d, K rotation %d x %d x %d, V rotation %d x %d x %d\n", il, layer.k_mean.heads,
+        std::printf("  layer %-3d    key mean %d x %d, K rotation %d x %d x %d, V rotation %d x %d x %d", il, layer.k_mean.heads,
                     layer.k_mean.dim, layer.k_rotation.heads, layer.k_rotation.dim, layer.k_rotation.dim, layer.v_rotation.heads,
                     layer.v_rotation.dim, layer.v_rotation.dim);
+        if (layer.k_planes.present()) {
+            std::printf("; planes: K%s%s, V%s", layer.k_planes.mean.present() ? " centred" : "",
+                        layer.k_planes.page_step.present() ? " page means" : " plain",
+                        layer.v_planes.page_step.present() ? " page means" : " plain");
+        }
+        std::printf("\n");
     }
 }
 
@@ -114,14 +137,16 @@ void print_page(const std::filesystem::path& file, const Recipe& recipe, int dim
     std::vector<uint8_t> k(size_t(kPageTokens) * format.k.planes), v(size_t(kPageTokens) * format.v.planes);
     unpack_keys(format.k.planes, page.data() + format.key_codes(), k);
     unpack_values(format.v.planes, page.data() + format.value_codes(), v);
-    const SideTables tables{};
+    SideTables k_side, v_side;
+    k_side.format = format.k;
+    v_side.format = format.v;
     const auto digits = [](const uint8_t* codes, int n) {
         std::string text;
         for (int i = 0; i < n; ++i) { text += char('0' + codes[i]); }
         return text;
     };
     for (int t = 0; t < kPageTokens; ++t) {
-        const TokenInfo ki = key_info_at(format, tables, page.data(), t), vi = value_info_at(format, tables, page.data(), t);
+        const TokenInfo ki = key_info_at(format, k_side, page.data(), t), vi = value_info_at(format, v_side, page.data(), t);
         std::printf("token %2d  K scale %11.5g zero %11.5g digits %s\n          V scale %11.5g zero %11.5g digits %s\n", t, ki.scale, ki.zero,
                     digits(&k[size_t(t) * format.k.planes], format.k.planes).c_str(), vi.scale, vi.zero,
                     digits(&v[size_t(t) * format.v.planes], format.v.planes).c_str());
@@ -147,6 +172,9 @@ int inspect(int argc, char** argv) {
     if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!list && model_file.empty() && artefact.empty() && page.empty()) { fail("nothing to inspect; crumb inspect --help lists what can be"); }
     if (!page.empty() && !arguments.kv) { fail("--page needs --kv RECIPE to know the format"); }
+    if (!page.empty() && find_recipe(arguments.kv->recipe).budgeted()) {
+        fail("pages of --kv {} differ by layer and model, so --page cannot tell what this one is", arguments.kv->recipe);
+    }
 
     if (list) { print_recipes(); }
     if (!artefact.empty()) { print_artefact(artefact); }

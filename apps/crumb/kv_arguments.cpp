@@ -10,7 +10,8 @@
 namespace crumb::app {
 
 const char* const kKvHelp =
-    "  --kv RECIPE           keep the KV cache in a crumb cache (crumb inspect --recipes lists them)\n"
+    "  --kv RECIPE           keep the KV cache in a crumb cache (crumb inspect --recipes lists them); auto: planes if it\n"
+    "                        was calibrated, else the best that needs no calibration\n"
     "  --kv-artifact FILE    what crumb calibrate wrote (default: MODEL.crumb.safetensors beside the model)\n"
     "  --kv-sink N           first tokens that stay 16 bit (64)\n"
     "  --kv-recent N         last tokens that stay 16 bit (256)\n"
@@ -98,7 +99,7 @@ KvArguments take_kv_arguments(int argc, char** argv) {
         }
         if (flag != "--kv" && first_companion.empty()) { first_companion = flag; }
         if (flag == "--kv") {
-            options.recipe = find_recipe(value).name;
+            options.recipe = value == llama::kAuto ? value : label(find_recipe(value));
             asked = true;
         } else if (flag == "--kv-artifact") {
             if (value.empty()) { fail("--kv-artifact needs the name of a file; leave it out for the one beside the model"); }

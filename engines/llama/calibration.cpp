@@ -41,8 +41,13 @@ std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
 
 using Window = std::vector<llama_token>;
 
+struct Windows {
+    std::vector<Window> tokens;
+    std::vector<int> folds;  // each text alternates
+};
+
 // Window i of every text, then window i + 1 of every text, until there are enough tokens. Each begins as a prompt does.
-std::vector<Window> windows_of(const llama_model* model, const CalibrationOptions& o) {
+Windows windows_of(const llama_model* model, const CalibrationOptions& o) {
     const auto* vocab = llama_model_get_vocab(model);
     const bool add_bos = llama_vocab_get_add_bos(vocab);
     std::vector<Window> texts;
@@ -50,14 +55,15 @@ std::vector<Window> windows_of(const llama_model* model, const CalibrationOption
         texts.push_back(tokenize(model, read_beginning(file, o.tokens), false, false));
     }
 
-    std::vector<Window> windows;
+    Windows windows;
     const size_t room = size_t(o.window) - add_bos;
     size_t left = o.tokens, longest = 0;
     for (const Window& text : texts) {
         longest = std::max(longest, text.size());
     }
     for (size_t at = 0; at < longest && left > size_t(o.skip); at += room) {
-        for (const Window& text : texts) {
+        for (size_t i = 0; i < texts.size(); ++i) {
+            const Window& text = texts[i];
             if (at >= text.size()) {
                 continue;
             }
@@ -69,7 +75,8 @@ std::vector<Window> windows_of(const llama_model* model, const CalibrationOption
                 continue;
             }  // nothing of it would count
             left -= window.size();
-            windows.push_back(std::move(window));
+            windows.tokens.push_back(std::move(window));
+            windows.folds.push_back(int((at / room + i) % kFolds));
         }
     }
     return windows;
@@ -125,13 +132,28 @@ void require_enough(uint64_t used, size_t read, const CalibrationOptions& o) {
     std::fprintf(stderr, "warning: calibration has only %s; %d or more are better\n", text.c_str(), kFewTokens);
 }
 
+// Layers that a cache codes.
+std::vector<int> coded_layers(const llama_model& model) {
+    KvOptions kv;
+    kv.recipe = "bf16";
+    const CacheConfig config = cache_geometry(model, kv, kPageTokens, 1, 1);
+    std::vector<int> layers;
+    for (size_t i = 0; i < config.layers.size(); ++i) {
+        if (config.layers[i].stores && config.layers[i].window == 0) {
+            layers.push_back(int(i));
+        }
+    }
+    return layers;
+}
+
 }  // namespace
 
 Artefact calibrate(const CalibrationOptions& o) {
     check(o);
     const auto output = o.output.empty() ? default_artefact(o.model) : o.output;
     const ModelPtr model = load_model(o.model);
-    const std::vector<Window> windows = windows_of(model.get(), o);
+    const std::vector<int> coded = coded_layers(*model);
+    const auto [windows, folds] = windows_of(model.get(), o);
 
     Provenance provenance;
     Fingerprint tokens;
@@ -147,7 +169,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     for (const auto& file : o.texts) {
         provenance.texts += (provenance.texts.empty() ? "" : ", ") + file.filename().string();
     }
-    provenance.method = describe(o.method);
+    provenance.method = fmt::format("{}; planes, metric {}", describe(o.method), o.metric);
     provenance.model = identify(*model, o.model);
 
     const int n_threads = o.n_threads > 0 ? o.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
@@ -161,16 +183,16 @@ Artefact calibrate(const CalibrationOptions& o) {
                                             .observer = &observer},
                                            std::nullopt);
     const size_t n_first = o.method.v == Target::sst ? std::min(o.texts.size(), windows.size()) : 0;
-    const auto first = std::span(windows).first(n_first);
-    for (const Window& window : first) {
+    for (const Window& window : std::span(windows).first(n_first)) {
         read += window.size();
     }
     Progress progress(read);
     size_t done = 0;
-    const auto observe = [&](std::span<const Window> part) {
-        for (const Window& window : part) {
+    const auto observe = [&, &windows = windows, &folds = folds](size_t n) {
+        for (size_t i = 0; i < n; ++i) {
+            const Window& window = windows[i];
             llama_memory_clear(llama_get_memory(context.get()), true);
-            moments.begin_sequence();
+            moments.begin_sequence(folds[i]);
             for (size_t at = 0; at < window.size(); at += o.ubatch) {
                 const auto step = std::span(window).subspan(at, std::min(size_t(o.ubatch), window.size() - at));
                 decode(context.get(), step, int(at), true);
@@ -181,13 +203,14 @@ Artefact calibrate(const CalibrationOptions& o) {
         }
     };
     // sst weighs values by what queries make of their keys; the queries of one window of each text are enough for that.
-    if (!first.empty()) {
-        observe(first);
+    if (n_first > 0) {
+        observe(n_first);
         moments.fix_weights();
     }
-    observe(windows);
+    observe(windows.size());
     observer.require_all(*model);
     Artefact artefact = fit(moments, o.method, std::move(provenance));
+    add_planes(artefact, moments, coded, {}, n_threads);
     write_artefact(artefact, output);
     return artefact;
 }

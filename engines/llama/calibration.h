@@ -1,9 +1,11 @@
-// Calibration of a GGUF model: it reads texts in windows while an observer sums its moments.
+// Calibration of a GGUF model: it reads texts in windows while an observer sums its moments. One artefact serves all
+// recipes that need one.
 #pragma once
 
 #include <crumb/calibrate.h>
 
 #include <filesystem>
+#include <string>
 #include <vector>
 
 namespace crumb::llama {
@@ -13,6 +15,7 @@ struct CalibrationOptions {
     std::vector<std::filesystem::path> texts;
     std::filesystem::path output;  // empty: default_artefact() of the model
     RotationMethod method;
+    std::string metric = "none";  // of `planes`: none
     int tokens = 32768;  // to read, of all texts together; means need some thousands, rotations little more
     int window = 4096;   // tokens of a window: each begins a new sequence
     int ubatch = 512;

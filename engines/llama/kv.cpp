@@ -113,13 +113,40 @@ std::optional<Artefact> find_artefact(const llama_model& model, const KvOptions&
     return artefact;
 }
 
-CacheConfig geometry(const llama_model& model, const KvOptions& options, const Layers& layers, int64_t per_sequence, int64_t total,
-                     int n_sequences, int n_ubatch) {
+// The best recipe that needs no artefact.
+constexpr std::string_view kUncalibrated = "had2";
+
+struct Choice {
+    Recipe recipe;
+    std::string why;  // empty unless it was chosen here
+};
+
+Choice choose(const llama_model& model, const KvOptions& options) {
+    if (options.recipe != kAuto) { return {find_recipe(options.recipe), {}}; }
+    const auto file = model_file(&model);
+    const auto path = options.artefact.empty() ? default_artefact(file) : options.artefact;
+    const bool exists = !path.empty() && std::filesystem::exists(path);
+    if (exists && read_artefact(path).has_planes()) { return {find_recipe("planes"), "its artefact is there"}; }
+    const auto command = fmt::format("crumb calibrate -m {}", file.empty() ? "MODEL.gguf" : file.string());
+    if (!options.artefact.empty()) {
+        fail("--kv auto: the artefact {} {}: make one with\n    {}\nor leave --kv-artifact out", path.string(),
+             exists ? "has no bases of 'planes'" : "does not exist", command);
+    }
+    // A bias of the keys is a mean that one gain a token cannot hold: such models collapse.
+    const bool biased = std::ranges::any_of(model.layers, [](const auto& layer) { return layer.wk_b || layer.wqkv_b; });
+    if (biased) {
+        fail("--kv auto: the keys of this model have a bias, and no recipe without calibration is fit for that: type\n    {}", command);
+    }
+    return {find_recipe(kUncalibrated), fmt::format("there is no artefact with 'planes' at {}, '{}' makes one",
+                                                    path.empty() ? "the usual place" : path.string(), command)};
+}
+
+CacheConfig geometry(const llama_model& model, const KvOptions& options, const Recipe& recipe, const Layers& layers,
+                     int64_t per_sequence, int64_t total, int n_sequences, int n_ubatch) {
     refuse_unsupported(model);
     CacheConfig config;
-    config.recipe = &find_recipe(options.recipe);
+    config.recipe = recipe;
     config.layers = layers.layers;
-    config.tables.resize(layers.layers.size());
     config.sink = options.sink;
     config.recent = options.recent;
     config.prefill = options.prefill;
@@ -131,14 +158,9 @@ CacheConfig geometry(const llama_model& model, const KvOptions& options, const L
 }
 
 void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& options) {
-    const auto artefact = find_artefact(model, options, *config.recipe);
-    for (size_t il = 0; il < config.layers.size(); ++il) {
-        const auto& layer = config.layers[il];
-        if (layer.stores && layer.window == 0 && config.recipe->coded()) {
-            config.tables[il] = layer_tables(*config.recipe, int(il), layer.n_head_kv, layer.dim_k, layer.dim_v,
-                                             artefact ? &*artefact : nullptr);
-        }
-    }
+    const auto artefact = find_artefact(model, options, config.recipe);
+    set_formats(config, artefact ? &*artefact : nullptr);
+    set_tables(config, artefact ? &*artefact : nullptr);
     if (artefact) {
         config.artefact_hash = artefact->hash();
         config.model_hash = artefact->provenance.model.hash;
@@ -160,10 +182,12 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         Layers layers = layers_of(model, filter, reuse);
         const int n_sequences = std::max<uint32_t>(cparams.n_seq_max, 1);
         const int64_t per_sequence = cparams.kv_unified ? cparams.n_ctx : cparams.n_ctx_seq;
-        CacheConfig config = geometry(model, *g.options, layers, per_sequence, std::max<int64_t>(cparams.n_ctx, per_sequence),
-                                      n_sequences, cparams.n_ubatch);
+        const Choice choice = choose(model, *g.options);
+        CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
+                                      std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch);
         add_tables(config, model, *g.options);
-        const std::string line = describe(config);
+        std::string line = describe(config);
+        if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
         auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner));
         if (!model.hparams.no_alloc) {
             std::fprintf(stderr, "%s\n", line.c_str());
@@ -222,7 +246,12 @@ std::filesystem::path model_file(const llama_model* model) {
 }
 
 CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch) {
-    return geometry(model, options, layers_of(model, nullptr, nullptr), n_ctx, int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch);
+    CacheConfig config = geometry(model, options, choose(model, options).recipe, layers_of(model, nullptr, nullptr), n_ctx,
+                                  int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch);
+    // Of the recipes with an artefact, only those with a budget have pages that depend on it.
+    const auto artefact = config.recipe.budgeted() ? find_artefact(model, options, config.recipe) : std::nullopt;
+    set_formats(config, artefact ? &*artefact : nullptr);
+    return config;
 }
 
 std::string describe(const CacheConfig& config) {
@@ -236,7 +265,7 @@ std::string describe(const CacheConfig& config) {
     std::string text = fmt::format(
         "kv: {}, {:.3f} bits per element ({:.3f} at {} tokens, windows included), sink {} + recent {} in BF16, {:.1f} MiB instead of "
         "{:.1f} MiB at 16 bit ({:.1f}x), {} layers",
-        config.recipe->name, bytes.bits_per_element, bytes.effective_bits, config.tokens_total, config.sink, config.recent,
+        label(config.recipe), bytes.bits_per_element, bytes.effective_bits, config.tokens_total, config.sink, config.recent,
         bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
     if (windowed) { text += fmt::format(", {} sliding-window layers ({} tokens) stay BF16", windowed, window); }
     if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }

@@ -12,12 +12,15 @@ struct llama_model;
 namespace crumb::llama {
 
 struct KvOptions {
-    std::string recipe;              // a name of recipes()
+    std::string recipe;              // a name that find_recipe() takes, or kAuto
     std::filesystem::path artefact;  // empty: default_artefact() of the model file, if it exists
     int sink = 64;
     int recent = 256;
     PrefillRule prefill = PrefillRule::position;
 };
+
+// `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.
+inline constexpr std::string_view kAuto = "auto";
 
 // Contexts that llama.cpp creates after this call keep their K and V in a crumb cache; nullopt: in llama.cpp's own. A
 // context that crumb cannot serve (architecture, head size, missing or foreign artefact) fails to be created, and
@@ -31,8 +34,8 @@ std::filesystem::path default_artefact(const std::filesystem::path& model_file);
 // The file that a model was loaded from; empty if it came from elsewhere.
 std::filesystem::path model_file(const llama_model* model);
 
-// Sizes and layers of the cache that a context of `model` would get. Reads no artefact: the tables stay
-// empty. Throws Error for what --kv does not support.
+// Sizes and layers of the cache that a context of `model` would get, without tables. Reads an artefact only if the pages
+// of the recipe depend on it. Throws Error for what --kv does not support.
 CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch);
 
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.

@@ -143,7 +143,7 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
         const auto& config = cache_->config();
         const auto& layer = config.layers[owner];
         const bool coded = layer.window == 0;
-        a.format = coded ? page_format(*config.recipe, layer.dim_k, layer.dim_v) : bf16_format(layer.dim_k, layer.dim_v);
+        a.format = coded ? config.formats[owner] : bf16_format(layer.dim_k, layer.dim_v);
         if (coded) {
             a.tables = config.tables[owner];
             node->maps = attention_maps(a.tables);

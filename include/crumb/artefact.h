@@ -1,8 +1,9 @@
 // What calibration found for one model, in one safetensors file (docs/design/artefact.md): means and rotations per
-// layer, and where they come from. It refuses another model.
+// layer, the bases of `planes`, and where they come from. It refuses another model.
 //
 // Tensors (F32): layers.N.k_mean [H_kv, D]; layers.N.k_rotation, layers.N.v_rotation [H_kv or 1, D, D], row-vector
-// convention (x_rotated = x R). Layers are the model's own numbers and may be sparse; each tensor may be absent.
+// convention (x_rotated = x R); layers.N.k_planes.* and layers.N.v_planes.*, see PlanesSide. Layers are the model's own
+// numbers and may be sparse; each tensor may be absent.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +38,8 @@ struct Provenance {
     bool operator==(const Provenance&) const = default;
 };
 
-// One side of one layer: [heads][D] and [heads][D][D] row major; heads is H_kv, or 1 for all heads together.
+// One side of one layer: [heads][D], [heads][3][D] or [heads][D][D] row major; heads is H_kv, or 1 for all heads
+// together.
 struct Matrices {
     int heads = 0;  // 0: absent
     int dim = 0;
@@ -49,10 +51,29 @@ struct Matrices {
     bool operator==(const Matrices&) const = default;
 };
 
+// What `planes` knows of K or V of a layer, by KV head. Nothing depends on the rate: widths, planes and B follow from it
+// when it is loaded (recipe.h).
+//
+//   y = (x - mean - page mean) encode        x = y decode + page mean + mean
+//
+// encode = W U: W is the root of the metric (metric.h), U decorrelates, so that squared errors of all directions of y
+// count alike and directions come in descending order of variance. It is scaled so that the mean variance of y is 1.
+struct PlanesSide {
+    Matrices encode;     // [heads][D][D]
+    Matrices decode;     // [heads][D][D], its inverse
+    Matrices spectrum;   // [heads][D], what leaving out a direction costs, in the unit of the metric: its variance
+    Matrices step;       // [heads][3][D], steps of y at gain 1 in codes of 2, 4 and 6 bits
+    Matrices mean;       // [heads][D]; absent: not centred
+    Matrices page_step;  // [heads][D], steps of the int8 page means; absent: no page means
+    bool present() const { return encode.present(); }
+    bool operator==(const PlanesSide&) const = default;
+};
+
 struct LayerArtefact {
     Matrices k_mean;      // data [heads][D]
     Matrices k_rotation;  // data [heads][D][D]
     Matrices v_rotation;
+    PlanesSide k_planes, v_planes;
     bool operator==(const LayerArtefact&) const = default;
 };
 
@@ -67,14 +88,18 @@ class Artefact {
     // Throws Error, which says what differs, unless `model` is the one this was made for.
     void require(const ModelIdentity& model) const;
 
+    // Whether it has what `planes` needs.
+    bool has_planes() const;
+
     // The layer's matrices; throws Error that names the layer if calibration did not see it.
     const LayerArtefact& layer(int index) const;
 
     bool operator==(const Artefact&) const = default;
 };
 
-// Throws Error unless shapes agree with each other, all values are finite and rotations orthogonal within 1e-3. `name`
-// is what the error calls the artefact. Reading and writing check this.
+// Throws Error unless shapes agree with each other, all values are finite, rotations orthogonal and bases of `planes`
+// inverse to each other within 1e-3, and steps positive. `name` is what the error calls the artefact. Reading and
+// writing check this.
 void check(const Artefact& artefact, const std::string& name);
 
 // Reads and checks everything. Throws Error.

@@ -44,8 +44,9 @@ struct CacheLayer {
 };
 
 struct CacheConfig {
-    const Recipe* recipe = nullptr;
+    Recipe recipe;
     std::vector<CacheLayer> layers;                  // by model layer
+    std::vector<PageFormat> formats;                 // by model layer: pages of coded layers, which may differ
     std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers that are not coded
     int sink = 64;
     int recent = 256;
@@ -58,7 +59,12 @@ struct CacheConfig {
     std::string model_hash;
 };
 
-// What a cache of this configuration allocates, by the page formats alone: what `inspect` prints and what Cache takes.
+// Fill in `formats`, and `tables` after it, for the recipe and layers of `config`. They throw as page_formats() and
+// layer_tables() do.
+void set_formats(CacheConfig& config, const Artefact* artefact);
+void set_tables(CacheConfig& config, const Artefact* artefact);
+
+// What a cache of this configuration allocates, by the page formats alone (no tables): what `inspect` prints and what Cache takes.
 struct CacheBytes {
     size_t coded = 0;
     size_t exact = 0;   // sinks and recent windows

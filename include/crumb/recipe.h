@@ -4,6 +4,10 @@
 //   write   x (after RoPE, BF16) -> centre -> map -> clip -> quantise -> codes and side info -> page
 //   read    x_hat = mean + page mean + s_t sum_p B_p (digit_tp - 1.5) + z_t ones
 //
+// Most recipes give every direction the same width, so their pages follow from the head sizes (page_format). `planes`
+// spends a budget of bits over directions, heads, layers, K and V, wherever the artefact says they buy most: its pages
+// differ by layer (page_formats). The rate is part of the recipe: `planes:1.5`.
+//
 // SideTables holds what is static for one (layer, KV head, side): the mean, the map, B and ones. Attention needs only B,
 // ones and the means: q' = B q on the query side, o = sum_p o'_p B_p on the output side.
 //
@@ -32,6 +36,7 @@ enum class Map : uint8_t {
     identity,
     hadamard,  // orthonormal Sylvester; a head size that is no power of two: blocks of its largest power-of-two divisor
     rotation,  // the artefact's D x D rotation of this head or layer (OSCAR: U H P_br)
+    planes,    // the artefact's whitened basis of this head (artefact.h); it decides about centre and page mean as well
 };
 
 enum class Quantiser : uint8_t {
@@ -44,7 +49,7 @@ struct SideRecipe {
     Centre centre = Centre::none;
     Map map = Map::identity;
     Quantiser quantiser = Quantiser::bf16;
-    int bits = 16;      // 2, 4 or 6 a direction; 16 for BF16
+    int bits = 16;      // 2, 4 or 6 a direction; 0: unequal, by budget; 16 for BF16
     float clip = 1.0f;  // minmax: |y| is clipped to its order statistic min(int(clip D), D - 1); 1: no clip
     SideInfo info = SideInfo::none;
     bool page_mean = false;
@@ -57,19 +62,43 @@ struct Recipe {
     std::string_view summary;  // one line for people
     std::string_view source;   // paper and section
     SideRecipe k, v;
+    double rate = 0;  // budget: bits an element of the pages, side information included; 0: the widths say it all
 
     bool coded() const { return k.quantiser != Quantiser::bf16; }
+    bool budgeted() const { return rate > 0; }
     bool needs_artefact() const;
+    bool operator==(const Recipe&) const = default;
 };
+
+// Rates that a budgeted recipe takes.
+inline constexpr double kLeastRate = 1.25, kMostRate = 4.0;
 
 // All rows, in the order in which they are listed to people.
 std::span<const Recipe> recipes();
 
-// Throws Error that lists the names when there is none of this name.
-const Recipe& find_recipe(std::string_view name);
+// A name of recipes(), or NAME:RATE for a budgeted one. Throws Error that lists the names when there is none of this
+// name, or says which rates there are.
+Recipe find_recipe(std::string_view name);
 
-// The page that `recipe` fills for heads of these sizes. Throws Error for sizes without a page format.
+// What find_recipe() takes for it: NAME, or NAME:RATE where the rate is not the row's own.
+std::string label(const Recipe& recipe);
+
+// The page that `recipe` fills for heads of these sizes. Throws Error for sizes without a page format, and for recipes
+// with a budget.
 PageFormat page_format(const Recipe& recipe, int dim_k, int dim_v);
+
+// A layer whose K and V are coded.
+struct CodedLayer {
+    int layer = 0;  // the model's own number
+    int n_head_kv = 0;
+    int dim_k = 0;
+    int dim_v = 0;
+};
+
+// The pages of all coded layers of a model, in their order. A budget is spent over all of them together, so that their
+// mean is at most the recipe's rate. Throws Error as page_format() and layer_tables() do.
+std::vector<PageFormat> page_formats(const Recipe& recipe, std::span<const CodedLayer> layers,
+                                     const Artefact* artefact);
 
 // Orthonormal d x d, row major; block diagonal where d is no power of two.
 std::vector<float> hadamard(int d);
@@ -97,9 +126,9 @@ struct HeadTables {
     SideTables k, v;
 };
 
-// Tables of one layer, one entry a KV head. `artefact` may be null for recipes that need none; a recipe that needs one
-// throws Error without it, or if it lacks this layer or has another head size.
-std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, int dim_k, int dim_v,
+// Tables of one layer for its pages, one entry a KV head. `artefact` may be null for recipes that need none; a recipe
+// that needs one throws Error without it, or if it lacks this layer or has another head size.
+std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, const PageFormat& format,
                                      const Artefact* artefact);
 
 // What went wrong, or nearly, while values were written: shown in metrics, never hidden.

@@ -47,7 +47,7 @@ Cache::State::State(CacheConfig c, CacheShape shape)
       coded(std::move(shape.coded)),
       exact(std::move(shape.exact)),
       window(std::move(shape.window)) {
-    CRUMB_ASSERT(!config.recipe->coded() || config.tables.size() == config.layers.size());
+    CRUMB_ASSERT(!config.recipe.coded() || config.tables.size() == config.layers.size());
     const std::vector<uint32_t> none(blocks_for(config.tokens_per_sequence), kNoBlock);
     sequences.resize(config.n_sequences);
     for (Sequence& sequence : sequences) {
@@ -62,7 +62,7 @@ Cache::State::State(CacheConfig c, CacheShape shape)
         if (!layer.stores) {
             continue;
         }
-        CRUMB_ASSERT(!is_coded(layer) || !config.recipe->coded() || int(config.tables[i].size()) == layer.n_head_kv);
+        CRUMB_ASSERT(!is_coded(layer) || !config.recipe.coded() || int(config.tables[i].size()) == layer.n_head_kv);
         plan_of[i] = size_t(std::ranges::find(windows, layer.window) - windows.begin());
         if (plan_of[i] == windows.size()) {
             windows.push_back(layer.window);
@@ -85,7 +85,7 @@ Sequence& Cache::State::at(uint32_t sequence) {
 
 const HeadTables& Cache::State::tables(int layer, int head) const {
     static const HeadTables none;
-    return config.recipe->coded() ? config.tables[layer][head] : none;
+    return config.recipe.coded() ? config.tables[layer][head] : none;
 }
 
 void Cache::State::reshape(Sequence& s, const Extent& to) {

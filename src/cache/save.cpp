@@ -33,11 +33,17 @@ struct Property {
     std::string name, value;
 };
 
+// Sizes tell the pages of a model's layers apart.
+std::string pages(const PageFormat& format) {
+    return format.coded() ? fmt::format(", {} + {} planes, pages of {} bytes", format.k.planes, format.v.planes, format.bytes())
+                          : "";
+}
+
 // What must agree for a state to mean the same tokens here.
 std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
     std::vector<Property> all{
         {"contents", windows_only ? "sliding windows" : "everything"},
-        {"recipe", std::string(config.recipe->name)},
+        {"recipe", label(config.recipe)},
         {"artefact", config.artefact_hash},
         {"model", config.model_hash},
         {"--kv-prefill", config.prefill == PrefillRule::exact ? "exact" : "position"},
@@ -48,8 +54,9 @@ std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& l = config.layers[i];
         all.push_back({fmt::format("layer {}", i), !l.stores ? "stores nothing"
-                                                             : fmt::format("{} heads of {} + {}, window {}",
-                                                                           l.n_head_kv, l.dim_k, l.dim_v, l.window)});
+                                                             : fmt::format("{} heads of {} + {}, window {}{}",
+                                                                           l.n_head_kv, l.dim_k, l.dim_v, l.window,
+                                                                           pages(config.formats[i]))});
     }
     return all;
 }
@@ -193,7 +200,7 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
     for (int head = 0; head < slab.n_head_kv; head++) {
         std::byte* page = block.data() + size_t(head) * format.bytes();
         if (&pool == &state.coded) {
-            encode_page(*state.config.recipe, format, state.tables(layer, head), k, v, page, rows,
+            encode_page(state.config.recipe, format, state.tables(layer, head), k, v, page, rows,
                         pool.page(layer, id, head));
             continue;
         }

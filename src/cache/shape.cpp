@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kMostTokens = int64_t(1) << 30;  // positions and sums of two of them are int32_t
 
 void check_settings(const CacheConfig& c) {
-    CRUMB_ASSERT(c.recipe != nullptr && c.n_sequences >= 1 && c.max_step_tokens >= 1);
+    CRUMB_ASSERT(c.formats.size() == c.layers.size() && c.n_sequences >= 1 && c.max_step_tokens >= 1);
     const auto in_range = [](std::string_view what, int64_t value, int64_t least, std::string_view flag) {
         if (value < least || value > kMostTokens) {
             fail("{} is {}: it must lie between {} and {} ({})", what, value, least, kMostTokens, flag);
@@ -37,7 +37,37 @@ void check_settings(const CacheConfig& c) {
 
 double bits(size_t bytes, size_t elements) { return elements == 0 ? 0.0 : 8.0 * double(bytes) / double(elements); }
 
+std::vector<CodedLayer> coded_layers(const CacheConfig& config) {
+    std::vector<CodedLayer> coded;
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (layer.stores && is_coded(layer)) {
+            coded.push_back({int(i), layer.n_head_kv, layer.dim_k, layer.dim_v});
+        }
+    }
+    return coded;
+}
+
 }  // namespace
+
+void set_formats(CacheConfig& config, const Artefact* artefact) {
+    const std::vector<CodedLayer> coded = coded_layers(config);
+    const std::vector<PageFormat> formats = page_formats(config.recipe, coded, artefact);
+    config.formats.assign(config.layers.size(), {});
+    for (size_t i = 0; i < coded.size(); i++) {
+        config.formats[coded[i].layer] = formats[i];
+    }
+}
+
+void set_tables(CacheConfig& config, const Artefact* artefact) {
+    config.tables.assign(config.layers.size(), {});
+    for (const CodedLayer& layer : coded_layers(config)) {
+        if (config.recipe.coded()) {
+            config.tables[layer.layer] =
+                layer_tables(config.recipe, layer.layer, layer.n_head_kv, config.formats[layer.layer], artefact);
+        }
+    }
+}
 
 CacheShape shape_of(const CacheConfig& config) {
     check_settings(config);
@@ -68,7 +98,9 @@ CacheShape shape_of(const CacheConfig& config) {
             shape.window.slabs[i] = {exact, layer.n_head_kv};
         } else {
             shape.exact.slabs[i] = {exact, layer.n_head_kv};
-            shape.coded.slabs[i] = {page_format(*config.recipe, layer.dim_k, layer.dim_v), layer.n_head_kv};
+            const PageFormat& coded = config.formats[i];
+            CRUMB_ASSERT(coded.k.dim == layer.dim_k && coded.v.dim == layer.dim_v);
+            shape.coded.slabs[i] = {coded, layer.n_head_kv};
         }
     }
     return shape;

@@ -201,7 +201,7 @@ void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads
         }
         const PageRows rows(format, page);
         const std::byte* kept = work.kept == kNoBlock ? nullptr : state.coded.page(layer, work.kept, head);
-        encoded += encode_page(*state.config.recipe, state.coded.shape().slabs[layer].format, state.tables(layer, head),
+        encoded += encode_page(state.config.recipe, state.coded.shape().slabs[layer].format, state.tables(layer, head),
                                rows.k, rows.v, state.coded.page(layer, work.coded, head), work.keep, kept);
     }
     if (encoded.rows == 0) {

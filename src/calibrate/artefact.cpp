@@ -1,7 +1,8 @@
 #include <crumb/artefact.h>
 #include <crumb/error.h>
+#include <crumb/recipe.h>
 
-#include <Eigen/Dense>
+#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +13,10 @@ namespace crumb {
 
 namespace {
 
-constexpr float kOrthogonal = 1e-3f;
+// F32 leaves 1e-6 of a rotation, and 1e-4 of a basis whose metric spans the five decades that calibration allows.
+constexpr float kOrthogonal = 1e-3f, kInverse = 1e-3f;
+
+using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
 std::string describe(const ModelIdentity& m) {
     return fmt::format("'{}' ({}, {} layers, {} query and {} KV heads, K {} and V {} channels, weights {})", m.name,
@@ -58,7 +62,6 @@ void check_matrices(const Matrices& m, size_t elements_per_head, const std::stri
 
 void check_rotation(const Matrices& m, const std::string& name, int layer, const char* what) {
     check_matrices(m, size_t(m.dim) * m.dim, name, layer, what);
-    using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     for (int h = 0; h < m.heads; ++h) {
         const Eigen::Map<const Matrix> r(m.head(h).data(), m.dim, m.dim);
         const float error = (r.transpose() * r - Matrix::Identity(m.dim, m.dim)).cwiseAbs().maxCoeff();
@@ -70,6 +73,49 @@ void check_rotation(const Matrices& m, const std::string& name, int layer, const
                 name, layer, what, h, error, kOrthogonal);
         }
     }
+}
+
+void check_positive(const Matrices& m, const std::string& name, int layer, const std::string& what) {
+    const auto bad = std::find_if(m.data.begin(), m.data.end(), [](float x) { return x < kStepFloor; });
+    if (bad != m.data.end()) {
+        fail("{}: layer {}: {} has the step {} at index {}, steps are at least {}", name, layer, what, *bad,
+             bad - m.data.begin(), kStepFloor);
+    }
+}
+
+void check_planes(const PlanesSide& side, const std::string& name, int layer, const std::string& prefix) {
+    const struct {
+        const Matrices& m;
+        const char* name;
+        int rows;  // by D channels
+        bool needed;
+    } parts[] = {{side.encode, ".encode", side.encode.dim, true}, {side.decode, ".decode", side.decode.dim, true},
+                 {side.spectrum, ".spectrum", 1, true},           {side.step, ".step", 3, true},
+                 {side.mean, ".mean", 1, false},                  {side.page_step, ".page_step", 1, false}};
+    for (const auto& part : parts) {
+        check_matrices(part.m, size_t(part.rows) * part.m.dim, name, layer, (prefix + part.name).c_str());
+        const bool absent = !part.m.present();
+        if (absent ? part.needed && side.present()
+                   : part.m.heads != side.encode.heads || part.m.dim != side.encode.dim) {
+            fail("{}: layer {}: {}{} has {} heads of {} channels and {}.encode {} of {}; one does not go without the other",
+                 name, layer, prefix, part.name, part.m.heads, part.m.dim, prefix, side.encode.heads, side.encode.dim);
+        }
+    }
+    const int d = side.encode.dim;
+    for (int h = 0; h < side.encode.heads; ++h) {
+        const Eigen::Map<const Matrix> encode(side.encode.head(h).data(), d, d), decode(side.decode.head(h).data(), d, d);
+        const float error = (encode * decode - Matrix::Identity(d, d)).cwiseAbs().maxCoeff();
+        if (!(error <= kInverse)) {
+            fail("{}: layer {}: {}.decode of head {} is not the inverse of encode: their product is off by {}, at most {} is "
+                 "allowed; attention would be wrong with it",
+                 name, layer, prefix, h, error, kInverse);
+        }
+    }
+    if (std::any_of(side.spectrum.data.begin(), side.spectrum.data.end(), [](float x) { return x < 0; })) {
+        fail("{}: layer {}: {}.spectrum has a negative variance", name, layer, prefix);
+    }
+    check_positive(side.step, name, layer, prefix + ".step");
+    check_positive(side.page_step, name, layer, prefix + ".page_step");
 }
 
 }  // namespace
@@ -93,6 +139,13 @@ void check(const Artefact& artefact, const std::string& name) {
         if (layer.k_mean.present() && layer.k_rotation.present() && layer.k_mean.dim != layer.k_rotation.dim) {
             fail("{}: layer {}: k_mean has {} channels and k_rotation {}; both are of the keys", name, index,
                  layer.k_mean.dim, layer.k_rotation.dim);
+        }
+        check_planes(layer.k_planes, name, index, "k_planes");
+        check_planes(layer.v_planes, name, index, "v_planes");
+        if (layer.k_planes.present() != layer.v_planes.present() ||
+            layer.k_planes.encode.heads != layer.v_planes.encode.heads) {
+            fail("{}: layer {}: k_planes has {} heads and v_planes {}; they belong together", name, index,
+                 layer.k_planes.encode.heads, layer.v_planes.encode.heads);
         }
         const int kv_heads[] = {layer.k_mean.heads, layer.k_rotation.heads, layer.v_rotation.heads};
         const int most = *std::max_element(std::begin(kv_heads), std::end(kv_heads));
@@ -121,6 +174,10 @@ void Artefact::require(const ModelIdentity& model) const {
         "the artefact was made for another model. Artefact: {}; loaded: {}. {} Make one for the loaded model: "
         "crumb calibrate -m MODEL -o FILE",
         describe(made_for), describe(model), difference(made_for, model));
+}
+
+bool Artefact::has_planes() const {
+    return std::any_of(layers.begin(), layers.end(), [](const auto& entry) { return entry.second.k_planes.present(); });
 }
 
 const LayerArtefact& Artefact::layer(int index) const {

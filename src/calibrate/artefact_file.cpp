@@ -30,17 +30,48 @@ constexpr size_t kMostFileBytes = size_t(1) << 32;
 constexpr uint64_t kMostHeads = 1024, kMostChannels = 1024;
 constexpr int kMostLayers = 10000;
 
-// The tensors of a layer, in file order.
+enum class Shape : uint8_t { vector, steps, square };  // [heads, D], [heads, 3, D], [heads, D, D]
+
+// The tensors of a layer, in file order: members, or members of a PlanesSide.
 struct Field {
     const char* name;
+    Shape shape;
     Matrices LayerArtefact::*member;
-    bool square;  // [heads, D, D], else [heads, D]
+    PlanesSide LayerArtefact::*side = nullptr;
+    Matrices PlanesSide::*part = nullptr;
+
+    auto& of(auto& layer) const { return side ? (layer.*side).*part : layer.*member; }
 };
 constexpr Field kFields[] = {
-    {"k_mean", &LayerArtefact::k_mean, false},
-    {"k_rotation", &LayerArtefact::k_rotation, true},
-    {"v_rotation", &LayerArtefact::v_rotation, true},
+    {"k_mean", Shape::vector, &LayerArtefact::k_mean},
+    {"k_rotation", Shape::square, &LayerArtefact::k_rotation},
+    {"v_rotation", Shape::square, &LayerArtefact::v_rotation},
+    {"k_planes.encode", Shape::square, nullptr, &LayerArtefact::k_planes, &PlanesSide::encode},
+    {"k_planes.decode", Shape::square, nullptr, &LayerArtefact::k_planes, &PlanesSide::decode},
+    {"k_planes.spectrum", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::spectrum},
+    {"k_planes.step", Shape::steps, nullptr, &LayerArtefact::k_planes, &PlanesSide::step},
+    {"k_planes.mean", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::mean},
+    {"k_planes.page_step", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::page_step},
+    {"v_planes.encode", Shape::square, nullptr, &LayerArtefact::v_planes, &PlanesSide::encode},
+    {"v_planes.decode", Shape::square, nullptr, &LayerArtefact::v_planes, &PlanesSide::decode},
+    {"v_planes.spectrum", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::spectrum},
+    {"v_planes.step", Shape::steps, nullptr, &LayerArtefact::v_planes, &PlanesSide::step},
+    {"v_planes.mean", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::mean},
+    {"v_planes.page_step", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::page_step},
 };
+
+std::vector<uint64_t> shape_of(const Field& field, int heads, int dim) {
+    const auto h = uint64_t(heads), d = uint64_t(dim);
+    switch (field.shape) {
+        case Shape::vector:
+            return {h, d};
+        case Shape::steps:
+            return {h, 3, d};
+        case Shape::square:
+            return {h, d, d};
+    }
+    CRUMB_ASSERT(false);
+}
 
 template <class... Args>
 [[noreturn]] void refuse(const std::string& name, fmt::format_string<Args...> what, Args&&... args) {
@@ -208,15 +239,15 @@ Tensor parse_tensor(const std::string& tensor_name, const json& entry, const std
         refuse(name, "tensor {} is not F32 (dtype {})", tensor_name, dtype == entry.end() ? "missing" : dtype->dump());
     }
     const auto shape = unsigned_array(entry, "shape");
-    const size_t rank = tensor.field->square ? 3 : 2;
-    if (!shape || shape->size() != rank || (*shape)[0] < 1 || (*shape)[0] > kMostHeads || (*shape)[1] < 1 ||
-        (*shape)[1] > kMostChannels || (*shape)[rank - 1] != (*shape)[1]) {
+    const auto in_range = [](uint64_t n, uint64_t most) { return 1 <= n && n <= most; };
+    if (!shape || shape->empty() || !in_range(shape->front(), kMostHeads) || !in_range(shape->back(), kMostChannels) ||
+        *shape != shape_of(*tensor.field, int(shape->front()), int(shape->back()))) {
+        constexpr const char* kExpected[] = {"[heads, D]", "[heads, 3, D]", "[heads, D, D]"};
         refuse(name, "tensor {} has the shape {}, expected {}, D up to {}", tensor_name,
-               entry.value("shape", json()).dump(), tensor.field->square ? "[heads, D, D]" : "[heads, D]",
-               kMostChannels);
+               entry.value("shape", json()).dump(), kExpected[size_t(tensor.field->shape)], kMostChannels);
     }
-    tensor.heads = int((*shape)[0]);
-    tensor.dim = int((*shape)[1]);
+    tensor.heads = int(shape->front());
+    tensor.dim = int(shape->back());
     const auto offsets = unsigned_array(entry, "data_offsets");
     uint64_t bytes = sizeof(float);
     for (const uint64_t n : *shape) {
@@ -240,14 +271,14 @@ std::vector<std::byte> serialise(const Artefact& artefact) {
     std::vector<std::span<const float>> data;
     for (const auto& [index, layer] : artefact.layers) {
         for (const Field& field : kFields) {
-            const Matrices& m = layer.*field.member;
+            const Matrices& m = field.of(layer);
             if (!m.present()) {
                 continue;
             }
             const uint64_t end = offset + m.data.size() * sizeof(float);
             auto& entry = header[fmt::format("layers.{}.{}", index, field.name)];
             entry["dtype"] = "F32";
-            entry["shape"] = field.square ? json{m.heads, m.dim, m.dim} : json{m.heads, m.dim};
+            entry["shape"] = shape_of(field, m.heads, m.dim);
             entry["data_offsets"] = {offset, end};
             data.push_back(m.data);
             offset = end;
@@ -307,7 +338,7 @@ Artefact parse_artefact(std::span<const std::byte> bytes, const std::string& nam
     }
 
     for (const Tensor& tensor : tensors) {
-        Matrices& m = artefact.layers[tensor.layer].*tensor.field->member;
+        Matrices& m = tensor.field->of(artefact.layers[tensor.layer]);
         m.heads = tensor.heads;
         m.dim = tensor.dim;
         m.data.resize((tensor.end - tensor.begin) / sizeof(float));

@@ -61,7 +61,11 @@ Moments::Moments(int skip, int n_threads) : skip_(skip), n_threads_(n_threads) {
     CRUMB_ASSERT(n_threads > 0);
 }
 
-void Moments::begin_sequence() { ++sequence_; }
+void Moments::begin_sequence(int fold) {
+    CRUMB_ASSERT(fold >= 0 && fold < kFolds);
+    ++sequence_;
+    fold_ = fold;
+}
 
 Moments::Head Moments::empty_head(const LayerShape& shape) {
     const size_t kk = size_t(shape.dim_k) * shape.dim_k, vv = size_t(shape.dim_v) * shape.dim_v;
@@ -87,6 +91,7 @@ void Moments::fix_weights() {
             head = empty_head(layer.shape);
             head.fixed = std::move(fixed);
         }
+        layer.pages.assign(layer.heads.size(), PageSums(layer.shape.dim_k, layer.shape.dim_v));
         layer.tokens = 0;
     }
 }
@@ -139,6 +144,7 @@ void Moments::observe(int index, const LayerShape& shape, const TokenBlock& bloc
     if (layer.heads.empty()) {
         layer.shape = shape;
         layer.heads.assign(shape.n_head_kv, empty_head(shape));
+        layer.pages.assign(shape.n_head_kv, PageSums(shape.dim_k, shape.dim_v));
     }
     if (layer.shape != shape) {
         fail("layer {}: it had {}, and now {}; calibrate one model at a time", index, describe(layer.shape),
@@ -147,8 +153,12 @@ void Moments::observe(int index, const LayerShape& shape, const TokenBlock& bloc
     if (layer.sequence != sequence_) {
         layer.sequence = sequence_;
         layer.position = 0;
+        for (PageSums& pages : layer.pages) {
+            pages.begin_sequence();
+        }
     }
     const int skipped = int(std::clamp<int64_t>(skip_ - int64_t(layer.position), 0, block.n_tokens));
+    const uint64_t position = layer.position + uint64_t(skipped);
     layer.position += block.n_tokens;
     TokenBlock used = block;
     used.n_tokens -= skipped;
@@ -164,6 +174,7 @@ void Moments::observe(int index, const LayerShape& shape, const TokenBlock& bloc
     const auto work = [&](int thread) {
         for (int h = thread; h < shape.n_head_kv; h += n_threads) {
             add(shape, layer.heads[h], h, layer.tokens, used);
+            layer.pages[h].add(used.k, used.v, h, used.n_tokens, position, fold_);
         }
     };
     {
@@ -218,6 +229,8 @@ const Moments::Layer& Moments::find(int layer) const {
 const LayerShape& Moments::shape(int layer) const { return find(layer).shape; }
 
 uint64_t Moments::tokens(int layer) const { return find(layer).tokens; }
+
+const PageSums& Moments::pages(int index, int head) const { return find(index).pages[head]; }
 
 HeadMoments Moments::head(int index, int head) const {
     const Layer& layer = find(index);

@@ -4,11 +4,13 @@
 #include <crumb/error.h>
 #include <crumb/recipe.h>
 
-#include <Eigen/Eigenvalues>
+#include <Eigen/Core>
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
+
+#include "calibrate/eigenbasis.h"
 
 namespace crumb {
 
@@ -57,32 +59,6 @@ auto find(const Table& table, std::string_view name, const char* what) {
         list += fmt::format("{}{}", list.empty() ? "" : ", ", entry.name);
     }
     fail("there is no {} '{}'; choose one of {}", what, name, list);
-}
-
-Matrix eigenvectors(std::span<const double> moment, int d) {
-    Matrix c(d, d);
-    for (int i = 0; i < d; ++i) {
-        for (int j = i; j < d; ++j) {
-            const double x = moment[size_t(i) * d + j];
-            if (!std::isfinite(x)) {
-                fail("the second moment has the value {} at row {}, column {}", x, i, j);
-            }
-            c(i, j) = c(j, i) = x;
-        }
-    }
-    const Eigen::SelfAdjointEigenSolver<Matrix> solver(c);
-    if (solver.info() != Eigen::Success) {
-        fail("the eigenvectors of a {} x {} second moment were not found", d, d);
-    }
-    Matrix u = solver.eigenvectors();
-    for (int j = 0; j < d; ++j) {
-        Eigen::Index largest;
-        u.col(j).cwiseAbs().maxCoeff(&largest);
-        if (u(largest, j) < 0) {
-            u.col(j) = -u.col(j);
-        }
-    }
-    return u;
 }
 
 // Mean over KV heads, for a rotation that they share.
@@ -141,7 +117,10 @@ std::vector<int> bit_reversal(int d) {
 std::vector<float> rotation(std::span<const double> moment, int d, Composition composition) {
     const CompositionName& parts = row(composition);
     CRUMB_ASSERT(!parts.eigenvectors || moment.size() == size_t(d) * d);
-    Matrix r = parts.eigenvectors ? eigenvectors(moment, d) : Matrix::Identity(d, d);
+    Matrix r = Matrix::Identity(d, d);
+    if (parts.eigenvectors) {
+        r = Eigen::Map<const Eigen::Matrix<double, -1, -1, Eigen::RowMajor>>(eigenbasis(moment, d).vectors.data(), d, d);
+    }
     if (parts.hadamard) {
         const std::vector<float> h = hadamard(d);
         r = r * Eigen::Map<const Eigen::Matrix<float, -1, -1, Eigen::RowMajor>>(h.data(), d, d).cast<double>();

@@ -3,6 +3,7 @@
 #include <crumb/recipe.h>
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
 
 namespace crumb {
@@ -17,6 +18,9 @@ constexpr SideRecipe minmax(Centre centre, Map map, int bits, float clip = 1.0f)
             .clip = clip,
             .info = SideInfo::scale_zero};
 }
+
+// About what the study measured `planes` at.
+constexpr double kPlanesRate = 2.2;
 
 constexpr SideRecipe gain(Map map, int bits) {
     return {.map = map, .quantiser = Quantiser::gain, .bits = bits, .info = SideInfo::gain8};
@@ -96,9 +100,29 @@ constexpr Recipe kRecipes[] = {
         .k = gain(Map::hadamard, 2),
         .v = gain(Map::hadamard, 2),
     },
+    {
+        .name = "planes",
+        .summary = "bits where they buy most, one 8-bit gain a token, page means; planes:1.25 to planes:4 bits in all",
+        .source = "ours: gradient metric, decorrelated, one budget for the model",
+        .k = gain(Map::planes, 0),
+        .v = gain(Map::planes, 0),
+        .rate = kPlanesRate,
+    },
 };
 
-bool needs_artefact(const SideRecipe& side) { return side.centre == Centre::key_mean || side.map == Map::rotation; }
+bool needs_artefact(const SideRecipe& side) {
+    return side.centre == Centre::key_mean || side.map == Map::rotation || side.map == Map::planes;
+}
+
+Recipe with_rate(Recipe recipe, std::string_view rate) {
+    const auto [end, error] = std::from_chars(rate.data(), rate.data() + rate.size(), recipe.rate);
+    if (error != std::errc{} || end != rate.data() + rate.size() ||
+        !(recipe.rate >= kLeastRate && recipe.rate <= kMostRate)) {
+        fail("KV recipe '{}' takes a rate from {} to {} bits an element, not '{}': for example {}:{}", recipe.name,
+             kLeastRate, kMostRate, rate, recipe.name, kPlanesRate);
+    }
+    return recipe;
+}
 
 SideFormat side_format(const SideRecipe& side, int dim) {
     if (side.quantiser == Quantiser::bf16) {
@@ -113,10 +137,20 @@ bool Recipe::needs_artefact() const { return crumb::needs_artefact(k) || crumb::
 
 std::span<const Recipe> recipes() { return kRecipes; }
 
-const Recipe& find_recipe(std::string_view name) {
-    const auto found = std::ranges::find(kRecipes, name, &Recipe::name);
-    if (found != std::end(kRecipes)) {
+std::string label(const Recipe& recipe) {
+    const auto row = std::ranges::find(kRecipes, recipe.name, &Recipe::name);
+    const bool usual = row != std::end(kRecipes) && row->rate == recipe.rate;
+    return usual ? std::string(recipe.name) : fmt::format("{}:{}", recipe.name, recipe.rate);
+}
+
+Recipe find_recipe(std::string_view name) {
+    if (const auto found = std::ranges::find(kRecipes, name, &Recipe::name); found != std::end(kRecipes)) {
         return *found;
+    }
+    const size_t colon = std::min(name.find(':'), name.size());
+    const auto row = std::ranges::find(kRecipes, name.substr(0, colon), &Recipe::name);
+    if (row != std::end(kRecipes) && row->budgeted()) {
+        return with_rate(*row, name.substr(colon + 1));
     }
     std::string names;
     for (const Recipe& recipe : kRecipes) {
@@ -126,6 +160,10 @@ const Recipe& find_recipe(std::string_view name) {
 }
 
 PageFormat page_format(const Recipe& recipe, int dim_k, int dim_v) {
+    if (recipe.budgeted()) {
+        fail("pages of KV recipe '{}' differ by layer and depend on the model's artefact; take another recipe here",
+             recipe.name);
+    }
     const PageFormat format = {.k = side_format(recipe.k, dim_k), .v = side_format(recipe.v, dim_v)};
     check(format);
     return format;

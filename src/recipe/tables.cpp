@@ -8,22 +8,11 @@
 
 #include <algorithm>
 
+#include "recipe/planes.h"
+
 namespace crumb {
 
 namespace {
-
-// Step of the best uniform quantiser of a normal variable of variance 1, by bits.
-float gaussian_step(int bits) {
-    switch (bits) {
-        case 2:
-            return 0.9957f;
-        case 4:
-            return 0.3352f;
-        case 6:
-            return 0.1041f;
-    }
-    CRUMB_ASSERT(false);
-}
 
 // The matrix of one head, which must be there and fit the model.
 std::span<const float> head_of(const Matrices& matrices, const char* what, int layer, int head, int n_head_kv,
@@ -31,8 +20,7 @@ std::span<const float> head_of(const Matrices& matrices, const char* what, int l
     if (matrices.dim != dim || (matrices.heads != n_head_kv && matrices.heads != 1)) {
         fail(
             "the artefact has {} {} of size {} for layer {}, the recipe needs {} of size {}. Make a new one with: "
-            "crumb "
-            "calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
+            "crumb calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
             matrices.heads, what, matrices.dim, layer, n_head_kv, dim);
     }
     return matrices.head(head);
@@ -56,21 +44,8 @@ void assign_planes(SideTables& tables) {
     }
 }
 
-// Rows of the inverse map. Maps are orthonormal, so this is the transpose.
-std::vector<double> inverse(const SideTables& tables) {
-    const size_t dim = size_t(tables.format.dim);
-    std::vector<double> rows(dim * dim);
-    for (size_t i = 0; i < dim; ++i) {
-        for (size_t j = 0; j < dim; ++j) {
-            rows[j * dim + i] = tables.encode.empty() ? double(i == j) : double(tables.encode[i * dim + j]);
-        }
-    }
-    return rows;
-}
-
-void fill_decode(SideTables& tables) {
+void fill_decode(SideTables& tables, std::span<const double> rows) {
     const size_t dim = size_t(tables.format.dim), planes = size_t(tables.format.planes);
-    const std::vector<double> rows = inverse(tables);
     tables.decode.assign(planes * dim, 0.0f);
     for (size_t p = 0; p < planes; ++p) {
         if (tables.direction[p] == kNoDirection) {
@@ -96,6 +71,18 @@ void fill_decode(SideTables& tables) {
     }
 }
 
+// Rows of the inverse of an orthonormal map: its transpose.
+std::vector<double> transpose(const SideTables& tables) {
+    const size_t dim = size_t(tables.format.dim);
+    std::vector<double> rows(dim * dim);
+    for (size_t i = 0; i < dim; ++i) {
+        for (size_t j = 0; j < dim; ++j) {
+            rows[j * dim + i] = tables.encode.empty() ? double(i == j) : double(tables.encode[i * dim + j]);
+        }
+    }
+    return rows;
+}
+
 SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::span<const float> mean,
                        std::span<const float> rotation) {
     const int dim = format.dim;
@@ -114,15 +101,16 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
         case Map::rotation:
             tables.encode.assign(rotation.begin(), rotation.end());
             break;
+        case Map::planes:
+            CRUMB_ASSERT(false);
     }
     tables.digits.assign(dim, uint8_t(recipe.bits / 2));
     if (recipe.quantiser == Quantiser::gain) {
         tables.sigma.assign(dim, 1.0f);
-        tables.step.assign(dim, gaussian_step(recipe.bits));
+        tables.step.assign(dim, float(kGaussian[recipe.bits / 2].step));
     }
     CRUMB_ASSERT(!format.mean);  // no artefact carries the static steps of page means
-    assign_planes(tables);
-    fill_decode(tables);
+    finish_tables(tables, transpose(tables));
     return tables;
 }
 
@@ -135,22 +123,65 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
     }
     fail(
         "KV recipe '{}' needs a calibration artefact. Make one with: crumb calibrate -m MODEL.gguf -o "
-        "ARTEFACT.safetensors, "
-        "then pass --kv-artifact ARTEFACT.safetensors; or take a recipe that needs none: {}",
+        "ARTEFACT.safetensors, then pass --kv-artifact ARTEFACT.safetensors; or take a recipe that needs none: {}",
         recipe.name, others);
+}
+
+// The basis of a side, which must be there and fit the model.
+const PlanesSide& fitting(const PlanesSide& side, const char* what, const CodedLayer& layer, int dim) {
+    if (!side.present()) {
+        fail(
+            "the artefact has no {} basis of 'planes' for layer {}: it was made by another program, or by crumb before "
+            "'planes'. Make a new one with: crumb calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
+            what, layer.layer);
+    }
+    head_of(side.encode, what, layer.layer, 0, layer.n_head_kv, dim);
+    return side;
 }
 
 }  // namespace
 
-std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, int dim_k, int dim_v,
+void finish_tables(SideTables& tables, std::span<const double> inverse) {
+    assign_planes(tables);
+    fill_decode(tables, inverse);
+}
+
+std::vector<PageFormat> page_formats(const Recipe& recipe, std::span<const CodedLayer> layers,
                                      const Artefact* artefact) {
-    const PageFormat format = page_format(recipe, dim_k, dim_v);
+    std::vector<PageFormat> formats;
+    if (!recipe.budgeted()) {
+        for (const CodedLayer& layer : layers) {
+            formats.push_back(page_format(recipe, layer.dim_k, layer.dim_v));
+        }
+        return formats;
+    }
+    if (!artefact) {
+        fail_without_artefact(recipe);
+    }
+    std::vector<PlanesLayer> bases;
+    for (const CodedLayer& layer : layers) {
+        const LayerArtefact& learned = artefact->layer(layer.layer);
+        bases.push_back({layer.n_head_kv, &fitting(learned.k_planes, "key", layer, layer.dim_k),
+                         &fitting(learned.v_planes, "value", layer, layer.dim_v)});
+    }
+    return planes_formats(bases, recipe);
+}
+
+std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, const PageFormat& format,
+                                     const Artefact* artefact) {
     if (recipe.needs_artefact() && !artefact) {
         fail_without_artefact(recipe);
     }
     const LayerArtefact none, &learned = recipe.needs_artefact() ? artefact->layer(layer) : none;
+    const int dim_k = format.k.dim, dim_v = format.v.dim;
     std::vector<HeadTables> heads(n_head_kv);
     for (int head = 0; head < n_head_kv; ++head) {
+        if (recipe.budgeted()) {
+            const CodedLayer shape = {layer, n_head_kv, dim_k, dim_v};
+            heads[head] = {planes_tables(fitting(learned.k_planes, "key", shape, dim_k), head, format.k),
+                           planes_tables(fitting(learned.v_planes, "value", shape, dim_v), head, format.v)};
+            continue;
+        }
         std::span<const float> k_mean, k_rotation, v_rotation;
         if (recipe.k.centre == Centre::key_mean) {
             k_mean = head_of(learned.k_mean, "key means", layer, head, n_head_kv, dim_k);
