@@ -391,5 +391,23 @@ TEST(Fit, GivesMeansAndRefusesNonsense) {
               std::string::npos);
 }
 
+// Page p has the number p in all its rows.
+TEST(PageSums, SamplesEveryNthPageOfALongText) {
+    PageSums sums(4, 4);
+    for (int page = 0; page < 2 * kSamplePages + 3; ++page) {
+        const std::vector<float> rows(kPageTokens * 4, float(page));
+        const HeadRows source{rows.data(), 4, 4};
+        sums.add(source, source, 0, kPageTokens, uint64_t(page) * kPageTokens, page % kFolds);
+    }
+    const auto sample = sums.sample();
+    ASSERT_EQ(sample.size(), size_t(kSamplePages / 2 + 1));
+    for (size_t i = 0; i < sample.size(); ++i) {
+        ASSERT_EQ(sample[i].k.size(), size_t(kPageTokens * 4)) << i;
+        ASSERT_EQ(sample[i].v.size(), size_t(kPageTokens * 4)) << i;
+        EXPECT_EQ(to_float(sample[i].k[0]), 4.0f * float(i));
+        EXPECT_EQ(sample[i].fold, int(4 * i) % kFolds);
+    }
+}
+
 }  // namespace
 }  // namespace crumb

@@ -84,7 +84,7 @@ void PageSums::add(const HeadRows& k, const HeadRows& v, int head, int n_tokens,
         }
         filled_ = 0;
         if (pages_ % stride_ == 0 && sample_.size() == kSamplePages) {
-            for (size_t i = 0; 2 * i < sample_.size(); ++i) {
+            for (size_t i = 1; 2 * i < sample_.size(); ++i) {
                 sample_[i] = std::move(sample_[2 * i]);
             }
             sample_.resize(kSamplePages / 2);
