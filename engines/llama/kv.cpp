@@ -9,6 +9,8 @@
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
@@ -109,7 +111,13 @@ std::optional<Artefact> find_artefact(const llama_model& model, const KvOptions&
              recipe.name, path.empty() ? "the usual place" : path.string(), file.empty() ? "MODEL.gguf" : file.string());
     }
     Artefact artefact = read_artefact(path);
-    artefact.require(identify(model, file));
+    try {
+        artefact.require(identify(model, file));
+    } catch (const Error& e) {
+        if (options.artefact.empty() || default_artefact(file) == path) { throw; }
+        fail("{}\n(--kv-artifact names one file for every model that is loaded. With a draft model leave it out: each then has\n"
+             "the artefact beside it, MODEL.crumb.safetensors)", e.what());
+    }
     return artefact;
 }
 
@@ -161,9 +169,22 @@ void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& 
     const auto artefact = find_artefact(model, options, config.recipe);
     set_formats(config, artefact ? &*artefact : nullptr);
     set_tables(config, artefact ? &*artefact : nullptr);
-    if (artefact) {
-        config.artefact_hash = artefact->hash();
-        config.model_hash = artefact->provenance.model.hash;
+    if (artefact) { config.artefact_hash = artefact->hash(); }
+    // Saved states name the weights that they belong to, calibrated or not.
+    if (const auto file = model_file(&model); artefact || !file.empty()) {
+        config.model_hash = artefact ? artefact->provenance.model.hash : weights_hash(file);
+    }
+}
+
+// The pools are reserved at start and become physical as they fill: too large a context would end by the kernel's hand,
+// in the middle of an answer.
+void require_memory(const CacheBytes& bytes, const CacheConfig& config) {
+    const auto machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
+    if (bytes.total() > machine) {
+        fail("a KV cache of {} tokens in {} sequences takes {:.1f} MiB with {}, and this machine has {:.1f} MiB of memory: "
+             "lower -c or -np, or choose a recipe of fewer bits",
+             config.tokens_total, config.n_sequences, double(bytes.total()) / 1048576.0, label(config.recipe),
+             double(machine) / 1048576.0);
     }
 }
 
@@ -186,6 +207,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
                                       std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch);
         add_tables(config, model, *g.options);
+        require_memory(cache_bytes(config), config);
         std::string line = describe(config);
         if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
         auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner));

@@ -30,6 +30,32 @@ TEST(Refusal, NamesTheRemedy) {
     EXPECT_THAT(last_refusal(), testing::AllOf(testing::HasSubstr("q8_0"), testing::HasSubstr("leave out -ctk")));
 }
 
+TEST(Refusal, MoreThanTheMachineHas) {
+    llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+    const auto model = load_model(model_path(kSmolLM2));
+    try {
+        new_context(model.get(), {.n_ctx = 200'000'000}, kv("quarot:paper"));
+        ADD_FAILURE() << "accepted";
+    } catch (const Error& e) {
+        EXPECT_THAT(e.what(), testing::AllOf(testing::HasSubstr("MiB of memory"), testing::HasSubstr("lower -c")));
+    }
+}
+
+// A recipe without an artefact has no other name for the weights that a state belongs to.
+TEST(Refusal, StatesOfOtherWeights) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2)), other = load_model(f32_copy(kSmolLM2));
+    const auto context = new_context(model.get(), {.n_ctx = 512}, kv("quarot:paper"));
+    const auto tokens = text_tokens(model.get(), "docs", 400);
+    decode(context.get(), tokens, 0, true);
+    const auto state = state_of(context.get(), 0);
+    const auto foreign = new_context(other.get(), {.n_ctx = 512}, kv("quarot:paper"));
+    EXPECT_EQ(llama_state_seq_set_data(foreign.get(), state.data(), state.size(), 0), 0u);
+    EXPECT_EQ(llama_memory_seq_pos_max(llama_get_memory(foreign.get()), 0), -1);
+    const auto same = new_context(model.get(), {.n_ctx = 512}, kv("quarot:paper"));
+    EXPECT_EQ(llama_state_seq_set_data(same.get(), state.data(), state.size(), 0), state.size());
+}
+
 TEST(Refusal, MiddleOfASequenceStays) {
     quiet_log();
     const auto model = load_model(model_path(kSmolLM2));
