@@ -49,8 +49,14 @@ int calibrate(int argc, char** argv) {
     app.add_option("--v-target", v_target, "whose eigenvectors rotate V: sst, sst_true, vtv")->capture_default_str();
     app.add_option("--composition", composition, "r_h_pbr, r_h, h_pbr, h, r, pbr")->capture_default_str();
     app.add_flag("--per-head", o.method.per_head, "a rotation per KV head instead of one per layer");
-    app.add_option("--metric", o.metric, "how 'planes' weighs errors: none (squared, relative to the energy of a layer's K or V)")
-        ->capture_default_str()->check(CLI::IsMember({"none"}));
+    app.add_option("--metric", o.metric,
+                   "how 'planes' weighs errors: none (squared, relative to the energy of a layer's K or V), local (what they do to "
+                   "their layer's output), gradient (what they do to the model's predictions; one backward pass)")
+        ->capture_default_str()->check(CLI::IsMember({"none", "local", "gradient"}));
+    app.add_option("--metric-seed", o.seed, "of --metric gradient: draws the labels")->capture_default_str();
+    app.add_option("--metric-clip", o.clip, "of --metric gradient: tokens' gradients are cut to this times their median length; 0: none")
+        ->capture_default_str()->check(CLI::NonNegativeNumber);
+    app.add_option("--checkpoint", o.checkpoint, "of --metric gradient: what it goes on from (default: OUTPUT.gradient)");
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     if (o.texts.empty()) { o.texts = fetched_texts(); }
     o.method.k = find_target(k_target);

@@ -1,18 +1,18 @@
 #include "calibration.h"
 
 #include <crumb/error.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <thread>
 
 #include "calibrate/fingerprint.h"
+#include "gradient.h"
 #include "kv.h"
 #include "model_identity.h"
 #include "observer.h"
+#include "progress.h"
+#include "projections.h"
 #include "session.h"
 
 namespace crumb::llama {
@@ -82,31 +82,6 @@ Windows windows_of(const llama_model* model, const CalibrationOptions& o) {
     return windows;
 }
 
-// One line that is rewritten on a terminal, a line every tenth elsewhere.
-class Progress {
-  public:
-    explicit Progress(size_t all) : all_(all) {}
-
-    void at(size_t done) {
-        const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-        const int left = int(seconds / double(done) * double(all_ - done) + 0.5);
-        const bool last = done == all_;
-        if (!terminal_ && done * 10 / all_ == tenth_ && !last) {
-            return;
-        }
-        tenth_ = done * 10 / all_;
-        std::fprintf(stderr, "%scalibrating: %zu of %zu tokens, %.0f tokens/s, %d:%02d left%s", terminal_ ? "\r" : "",
-                     done, all_, double(done) / seconds, left / 60, left % 60, terminal_ && !last ? "  " : "\n");
-    }
-
-  private:
-    using Clock = std::chrono::steady_clock;
-    const size_t all_;
-    const bool terminal_ = isatty(STDERR_FILENO);
-    const Clock::time_point start_ = Clock::now();
-    size_t tenth_ = 0;
-};
-
 void check(const CalibrationOptions& o) {
     if (o.texts.empty()) {
         fail("calibration needs texts: give one or more files with -f");
@@ -117,6 +92,14 @@ void check(const CalibrationOptions& o) {
     }
     if (o.ubatch < 1 || o.tokens < 1) {
         fail("{} tokens in steps of {}: both must be at least 1", o.tokens, o.ubatch);
+    }
+    if (o.metric != "none" && o.metric != "local" && o.metric != "gradient") {
+        fail("there is no metric '{}': type --metric none, local or gradient", o.metric);
+    }
+    if (!(o.clip >= 0)) {
+        fail("rows' gradients cannot be clipped at {} times their median length: give a positive number, or 0 for no "
+             "clipping",
+             o.clip);
     }
 }
 
@@ -146,14 +129,22 @@ std::vector<int> coded_layers(const llama_model& model) {
     return layers;
 }
 
+// The name, and what it was measured with.
+std::string describe_metric(const CalibrationOptions& o) {
+    if (o.metric != "gradient") {
+        return o.metric;
+    }
+    return fmt::format("gradient (seed {}{})", o.seed, o.clip > 0 ? fmt::format(", clip {}", o.clip) : "");
+}
+
 }  // namespace
 
 Artefact calibrate(const CalibrationOptions& o) {
     check(o);
     const auto output = o.output.empty() ? default_artefact(o.model) : o.output;
-    const ModelPtr model = load_model(o.model);
-    const std::vector<int> coded = coded_layers(*model);
-    const auto [windows, folds] = windows_of(model.get(), o);
+    const ModelPtr mapped = load_model(o.model, Load::mapped);
+    const std::vector<int> coded = coded_layers(*mapped);
+    const auto [windows, folds] = windows_of(mapped.get(), o);
 
     Provenance provenance;
     Fingerprint tokens;
@@ -169,10 +160,28 @@ Artefact calibrate(const CalibrationOptions& o) {
     for (const auto& file : o.texts) {
         provenance.texts += (provenance.texts.empty() ? "" : ", ") + file.filename().string();
     }
-    provenance.method = fmt::format("{}; planes, metric {}", describe(o.method), o.metric);
-    provenance.model = identify(*model, o.model);
+    provenance.method = fmt::format("{}; planes, metric {}", describe(o.method), describe_metric(o));
+    provenance.model = identify(*mapped, o.model);
 
     const int n_threads = o.n_threads > 0 ? o.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    const FarRule rule;
+    const auto checkpoint = o.checkpoint.empty() ? std::filesystem::path(output) += ".gradient" : o.checkpoint;
+    std::vector<Metric> metrics;
+    if (o.metric == "gradient") {
+        metrics = gradient_metrics(mapped.get(), windows, folds,
+                                   {.rule = rule,
+                                    .seed = o.seed,
+                                    .clip = o.clip,
+                                    .n_threads = n_threads,
+                                    .checkpoint = checkpoint,
+                                    .model_hash = provenance.model.hash});
+    }
+    LocalMetric local(rule.sink, rule.recent, n_threads);
+    if (o.metric == "local") {
+        set_projections(local, *mapped);
+    }
+
+    const ModelPtr model = load_model(o.model);
     Moments moments(o.skip, n_threads);
     Observer observer(moments);
     const ContextPtr context = new_context(model.get(),
@@ -186,19 +195,21 @@ Artefact calibrate(const CalibrationOptions& o) {
     for (const Window& window : std::span(windows).first(n_first)) {
         read += window.size();
     }
-    Progress progress(read);
+    Progress progress("calibrating", double(read));
     size_t done = 0;
     const auto observe = [&, &windows = windows, &folds = folds](size_t n) {
         for (size_t i = 0; i < n; ++i) {
             const Window& window = windows[i];
             llama_memory_clear(llama_get_memory(context.get()), true);
             moments.begin_sequence(folds[i]);
+            local.begin_sequence(folds[i]);
             for (size_t at = 0; at < window.size(); at += o.ubatch) {
                 const auto step = std::span(window).subspan(at, std::min(size_t(o.ubatch), window.size() - at));
                 decode(context.get(), step, int(at), true);
                 observer.rethrow();
                 done += step.size();
-                progress.at(done);
+                progress.at(double(done), fmt::format("{} of {} tokens, {:.0f} tokens/s", done, read,
+                                                      double(done) / progress.seconds()));
             }
         }
     };
@@ -207,11 +218,20 @@ Artefact calibrate(const CalibrationOptions& o) {
         observe(n_first);
         moments.fix_weights();
     }
+    if (o.metric == "local") {
+        observer.also_measure(local);
+    }
     observe(windows.size());
     observer.require_all(*model);
+    if (o.metric == "local") {
+        metrics = local.metrics();
+    }
     Artefact artefact = fit(moments, o.method, std::move(provenance));
-    add_planes(artefact, moments, coded, {}, n_threads);
+    add_planes(artefact, moments, coded, metrics, n_threads);
     write_artefact(artefact, output);
+    if (o.metric == "gradient") {
+        std::filesystem::remove(checkpoint);
+    }
     return artefact;
 }
 

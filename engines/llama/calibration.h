@@ -15,7 +15,10 @@ struct CalibrationOptions {
     std::vector<std::filesystem::path> texts;
     std::filesystem::path output;  // empty: default_artefact() of the model
     RotationMethod method;
-    std::string metric = "none";  // of `planes`: none
+    std::string metric = "none";  // what `planes` weighs errors with: none, local, gradient
+    uint64_t seed = 0;            // of gradient: whose labels are drawn
+    double clip = 0;              // of gradient: see GradientOptions
+    std::filesystem::path checkpoint;  // of gradient; empty: the output with .gradient behind it
     int tokens = 32768;  // to read, of all texts together; means need some thousands, rotations little more
     int window = 4096;   // tokens of a window: each begins a new sequence
     int ubatch = 512;
@@ -28,7 +31,7 @@ struct CalibrationOptions {
 inline constexpr int kLeastTokens = 2000, kFewTokens = 5000;
 
 // Reads, fits and writes. Windows are taken from the texts in turn, so that each has its share; the same model, texts
-// and options give the same artefact. Progress and warnings go to stderr. Throws Error.
+// and options give the same artefact. The checkpoint of a gradient goes when the artefact is written. Progress and warnings go to stderr. Throws Error.
 Artefact calibrate(const CalibrationOptions& options);
 
 }  // namespace crumb::llama

@@ -148,6 +148,19 @@ TEST(Calibration, SameInputsGiveTheSameArtefact) {
     EXPECT_EQ(two.provenance.model.dim_k, 64);
     o.n_threads = 1;
     EXPECT_EQ(calibrate(o).hash(), two.hash());
+
+    // what the metric is, tests of its own say; here it reaches the artefact
+    o.metric = "local";
+    const Artefact local = calibrate(o);
+    EXPECT_THAT(local.provenance.method, testing::HasSubstr("metric local"));
+    for (const auto& [index, layer] : two.layers) {
+        EXPECT_EQ(local.layers.at(index).k_rotation, layer.k_rotation) << index;
+        EXPECT_NE(local.layers.at(index).k_planes, layer.k_planes) << index;
+        EXPECT_NE(local.layers.at(index).v_planes, layer.v_planes) << index;
+    }
+    o.metric = "global";
+    EXPECT_THAT([&] { calibrate(o); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr("type --metric none, local or gradient")));
 }
 
 TEST(Calibration, RefusesTooLittleText) {
