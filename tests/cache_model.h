@@ -2,6 +2,7 @@
 // Slow, without pools, extents or sharing. Tests run a Cache beside it and compare everything that attention can read.
 #pragma once
 
+#include <crumb/artefact.h>
 #include <crumb/cache.h>
 #include <crumb/error.h>
 
@@ -9,6 +10,8 @@
 #include <map>
 #include <string>
 #include <vector>
+
+#include "planes_cases.h"
 
 namespace crumb::test {
 
@@ -53,8 +56,15 @@ inline CacheConfig config_of(const Scenario& scenario) {
         config.layers.insert(config.layers.begin() + 1,
                              {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window});
     }
-    set_formats(config, nullptr);
-    set_tables(config, nullptr);
+    // Formats of `planes` differ by layer and side.
+    Artefact artefact;
+    for (size_t i = 0; i < config.layers.size() && config.recipe.budgeted(); i++) {
+        const CacheLayer& l = config.layers[i];
+        artefact.layers[int(i)].k_planes = side_with(l.n_head_kv, l.dim_k, 0.1, 0.9 - 0.02 * double(i), i > 0);
+        artefact.layers[int(i)].v_planes = side_with(l.n_head_kv, l.dim_v, 0.1, 0.99, i == 0);
+    }
+    set_formats(config, &artefact);
+    set_tables(config, &artefact);
     config.sink = scenario.sink;
     config.recent = scenario.recent;
     config.prefill = scenario.prefill;

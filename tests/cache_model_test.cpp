@@ -325,7 +325,7 @@ class Trace {
 
 rc::Gen<Scenario> any_scenario() {
     using namespace rc;
-    return gen::build<Scenario>(gen::set(&Scenario::recipe, gen::element<std::string>("had2", "quarot:paper", "bf16")),
+    return gen::build<Scenario>(gen::set(&Scenario::recipe, gen::element<std::string>("had2", "quarot:paper", "bf16", "planes:3")),
                                 gen::set(&Scenario::sink, gen::element(0, 4, 64, 100)),
                                 gen::set(&Scenario::recent, gen::element(0, 1, 63, 64, 256)),
                                 gen::set(&Scenario::window, gen::element(0, 16, 100, 200)),

@@ -52,7 +52,7 @@ bool refuses(Cache& cache, uint32_t sequence, const Bytes& state) {
 }  // namespace
 
 TEST(Save, ComesBackInAnotherCacheAndGoesOnAsBefore) {
-    for (const std::string recipe : {"had2", "quarot:paper", "bf16"}) {
+    for (const std::string recipe : {"had2", "quarot:paper", "bf16", "planes:3"}) {
         const Scenario scenario{.recipe = recipe, .sink = 4, .recent = 64, .window = 100, .step = 400};
         Cache here(config_of(scenario)), there(config_of(scenario));
         ASSERT_TRUE(step(here, run_of(1, 0, 400)));
@@ -80,9 +80,19 @@ TEST(Save, KeepsWhatIsAgedEarly) {
     EXPECT_EQ(save(there, 2), save(here, 0));
 }
 
+TEST(Save, NamesTheRateThatDiffers) {
+    const Scenario scenario{.recipe = "planes:3", .sink = 4, .recent = 64};
+    Scenario other = scenario;
+    other.recipe = "planes:3.5";
+    Cache here(config_of(scenario)), there(config_of(other));
+    EXPECT_NE(here.config().formats[0], here.config().formats[2]);
+    ASSERT_TRUE(step(here, run_of(0, 0, 150)));
+    EXPECT_TRUE(contains(message_of([&] { restore(there, 0, save(here, 0)); }), "recipe 'planes:3', here it is 'planes:3.5'"));
+}
+
 // The same tokens give the same bytes, whoever had the blocks before.
 TEST(Save, ShowsNothingOfOtherTokens) {
-    for (const std::string recipe : {"had2", "bf16"}) {
+    for (const std::string recipe : {"had2", "bf16", "planes:3"}) {
         const Scenario scenario{
             .recipe = recipe, .sink = 4, .recent = 64, .window = 100, .n_sequences = 2, .step = 512};
         Cache used(config_of(scenario)), fresh(config_of(scenario));

@@ -396,7 +396,7 @@ TEST(Windows, OfSeveralWidthsShareBlocks) {
 }
 
 TEST(Bytes, AreWhatIsAllocated) {
-    for (const std::string recipe : {"bf16", "had2", "quarot:paper"}) {
+    for (const std::string recipe : {"bf16", "had2", "quarot:paper", "planes:3"}) {
         for (const int window : {0, 100}) {
             const CacheConfig config = config_of({.recipe = recipe, .window = window, .tokens = 5000});
             const CacheBytes planned = cache_bytes(config), taken = Cache(config).bytes();

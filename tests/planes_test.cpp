@@ -16,6 +16,8 @@
 #include <numeric>
 #include <random>
 
+#include "planes_cases.h"
+
 namespace crumb {
 namespace {
 
@@ -36,33 +38,6 @@ double expected_loss(std::span<const float> spectrum, std::span<const uint8_t> d
         sum += double(spectrum[i]) * kGaussian[digits[i]].error;
     }
     return sum;
-}
-
-// A side whose basis is the identity and whose variances fall by `decay` from one direction to the next.
-PlanesSide side_with(int heads, int dim, double first, double decay, bool page_mean) {
-    PlanesSide side;
-    for (Matrices* m : {&side.encode, &side.decode, &side.spectrum, &side.step, &side.page_step}) {
-        *m = {heads, dim, {}};
-    }
-    for (int h = 0; h < heads; ++h) {
-        for (int i = 0; i < dim; ++i) {
-            for (int j = 0; j < dim; ++j) {
-                side.encode.data.push_back(float(i == j));
-            }
-            side.spectrum.data.push_back(float(first * std::pow(decay, i)));
-            side.page_step.data.push_back(0.01f);
-        }
-        for (int digits = 1; digits <= 3; ++digits) {
-            for (int i = 0; i < dim; ++i) {
-                side.step.data.push_back(float(kGaussian[digits].step));
-            }
-        }
-    }
-    side.decode.data = side.encode.data;
-    if (!page_mean) {
-        side.page_step = {};
-    }
-    return side;
 }
 
 TEST(Digits, AreTheBestThereAre) {

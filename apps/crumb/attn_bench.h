@@ -3,12 +3,38 @@
 
 #include <crumb/attention.h>
 
+#include <sys/mman.h>
+
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
 namespace crumb::app::attn {
+
+// Memory in large pages, as far as the system gives them: for K and V of all candidates alike.
+template <class T>
+struct LargePages {
+    using value_type = T;
+    LargePages() = default;
+    template <class U>
+    LargePages(const LargePages<U>&) {}
+    static constexpr size_t kPage = 2 << 20;
+    T* allocate(size_t n) {
+        const size_t bytes = (n * sizeof(T) + kPage - 1) / kPage * kPage;
+        void* p = std::aligned_alloc(kPage, bytes);
+        if (!p) { throw std::bad_alloc(); }
+        madvise(p, bytes, MADV_HUGEPAGE);
+        return static_cast<T*>(p);
+    }
+    void deallocate(T* p, size_t) { std::free(p); }
+    template <class U>
+    bool operator==(const LargePages<U>&) const { return true; }
+};
+template <class T>
+using LargeVector = std::vector<T, LargePages<T>>;
 
 struct Shape {
     int n_head = 0, n_head_kv = 0, dim = 0;

@@ -74,7 +74,7 @@ class Ggml : public Candidate {
         const Shape& s = rows.shape;
         const size_t row = ggml_row_size(kind_.type, s.dim);
         for (const std::vector<float>* side : {&rows.k, &rows.v}) {
-            std::vector<char> bytes(side_);
+            LargeVector<char> bytes(side_);
             if (side == &rows.v && !kind_.flash) {
                 auto* to = reinterpret_cast<ggml_fp16_t*>(bytes.data());
                 for (int t = 0; t < task_.tokens; ++t) {
@@ -93,7 +93,7 @@ class Ggml : public Candidate {
             kv_.push_back(std::move(bytes));
         }
         for (int l = 1; l < layers; ++l) {
-            for (int side = 0; side < 2; ++side) { kv_.push_back(std::vector<char>(kv_[side])); }
+            for (int side = 0; side < 2; ++side) { kv_.push_back(LargeVector<char>(kv_[side])); }
         }
         q_.resize(size_t(s.n_head) * task_.n_rows * s.dim);
         mask_.resize(size_t(task_.tokens) * ((task_.n_rows + 63) / 64 * 64));
@@ -153,7 +153,7 @@ class Ggml : public Candidate {
     size_t side_ = 0;
     std::vector<char> memory_;
     std::vector<uint8_t> work_;
-    std::vector<std::vector<char>> kv_;  // K and V of each layer
+    std::vector<LargeVector<char>> kv_;  // K and V of each layer
     std::vector<float> q_, out_, scores_, weights_;
     std::vector<ggml_fp16_t> mask_;
     std::unique_ptr<ggml_context, FreeContext> context_;

@@ -25,7 +25,7 @@ double read(clockid_t clock) {
 
 // One layer's memory.
 struct Memory {
-    std::vector<std::byte> coded, exact;
+    LargeVector<std::byte> coded, exact;
 };
 
 }  // namespace

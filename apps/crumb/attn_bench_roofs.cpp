@@ -53,7 +53,7 @@ void vpmaddubsw_256(int n) {  // its sums need an addition each
 }  // namespace
 
 double read_roof(int n_threads) {
-    std::vector<std::vector<uint64_t>> memory(n_threads, std::vector<uint64_t>(kReadBytes / 8 / n_threads, 1));
+    std::vector<LargeVector<uint64_t>> memory(n_threads, LargeVector<uint64_t>(kReadBytes / 8 / n_threads, 1));
     double best = 0;
     for (size_t at = 0; at + kChunk / n_threads <= kReadBytes / n_threads; at += kChunk / n_threads) {
         std::barrier barrier(n_threads);

@@ -176,7 +176,7 @@ class Worker {
     }
 
     void whole(const AttentionTile& tile, int head) {
-        const Item& item = prepared(tile, head);
+        Item& item = prepared(tile, head);
         kernel_.clear(item, scratch_.total);
         for (uint32_t r = 0; r < tile.n_ranges; r++) {
             range(item, tile, r, scratch_.range);
@@ -186,7 +186,7 @@ class Worker {
     }
 
     void part(const AttentionTile& tile, uint32_t tile_index, int head, uint32_t r) {
-        const Item& item = prepared(tile, head);
+        Item& item = prepared(tile, head);
         range(item, tile, r, partials(item, tile, head, r));
         std::atomic<uint32_t>& finished = work_.finished[tile_index * layer_.n_head_kv + head];
         if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.n_ranges) {
@@ -202,7 +202,7 @@ class Worker {
 
   private:
     // Queries are mapped and rounded once for neighbouring ranges.
-    const Item& prepared(const AttentionTile& tile, int head) {
+    Item& prepared(const AttentionTile& tile, int head) {
         if (tile_ != &tile || head_ != head) {
             item_ = make_item(tile, head);
             kernel_.queries(item_, scratch_);
@@ -247,7 +247,14 @@ class Worker {
         return item;
     }
 
-    void range(const Item& item, const AttentionTile& tile, uint32_t r, float* partials) const {
+    void range(Item& item, const AttentionTile& tile, uint32_t r, float* partials) const {
+        if (layer_.format.coded()) {  // the map of the outputs, and that of the queries of the head that comes next
+            const bool is_last = r + 1 == tile.n_ranges;
+            const auto& maps = layer_.maps->heads;
+            const size_t next = size_t(head_ > 0 ? head_ : layer_.n_head_kv) - 1;
+            item.ahead[0] = is_last ? Span{maps[head_].v.data(), maps[head_].v.size() * sizeof(bf16)} : Span{};
+            item.ahead[1] = is_last ? Span{maps[next].k.data(), maps[next].k.size() * sizeof(bf16)} : Span{};
+        }
         const uint32_t first = (tile.first_block / tile.range_blocks + r) * tile.range_blocks;
         kernel_.range(item, scratch_, int(std::max(first, tile.first_block)),
                       int(std::min(first + tile.range_blocks, tile.end_block)), partials);

@@ -64,6 +64,12 @@ struct Scratch {
     float* range = nullptr;       // partials [n]
 };
 
+// Memory that will be read soon.
+struct Span {
+    const void* data = nullptr;
+    size_t bytes = 0;
+};
+
 struct Item {
     const QueryRow* rows = nullptr;
     int n_rows = 0;
@@ -82,6 +88,7 @@ struct Item {
     Pages coded, exact;
     int n = 0;                  // query vectors
     size_t partial_stride = 0;  // floats of a partial
+    Span ahead[2];              // to be fetched while the last range is read: the maps that come next
 };
 
 struct Kernel {

@@ -337,21 +337,65 @@ void clear(const Item& item, float* partials) {
     }
 }
 
+// Fetches into the second cache what is read after the codes of a range, a slice a coded page: BF16 pages are eight
+// times as large as coded ones and are read faster than memory delivers them.
+class Ahead {
+  public:
+    Ahead(const Item& item, const int* exact, int n_exact, int n_coded)
+        : item_(item), exact_(exact), n_exact_(n_exact) {
+        const size_t bytes = n_exact * item.exact.bytes + item.ahead[0].bytes + item.ahead[1].bytes;
+        slice_ = n_coded > 0 ? (bytes / n_coded / 64 + 1) * 64 : 0;
+    }
+
+    void fetch_slice() {
+        for (size_t left = slice_; left > 0 && index_ < n_exact_ + 2;) {
+            const Span span = index_ < n_exact_ ? Span{page_at(item_.exact, exact_[index_]), item_.exact.bytes}
+                                                : item_.ahead[index_ - n_exact_];
+            for (; left > 0 && at_ < span.bytes; at_ += 64, left -= 64) {
+                __builtin_prefetch(static_cast<const char*>(span.data) + at_, 0, 2);
+            }
+            if (at_ >= span.bytes) {
+                index_++;
+                at_ = 0;
+            }
+        }
+    }
+
+  private:
+    const Item& item_;
+    const int* exact_;
+    int n_exact_, index_ = 0;
+    size_t slice_ = 0, at_ = 0;
+};
+
+// Codes first, so that what is exact arrives meanwhile.
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
-    const bool codes = item.coded.k.planes > 0, page_means = item.coded.v.page_mean;
     clear_page_sums(item, scratch);
-    for (int block = first; block < last; block++) {
-        if (codes) {
+    constexpr int kChunk = 64;
+    for (int end; first < last; first = end) {
+        end = min((first / kChunk + 1) * kChunk, last);
+        int coded[kChunk], exact[kChunk], n_coded = 0, n_exact = 0;
+        for (int block = first; block < end; block++) {
+            if (!Seen(item, block, true).none()) coded[n_coded++] = block;
+            if (!Seen(item, block, false).none()) exact[n_exact++] = block;
+        }
+        Ahead ahead(item, exact, n_exact, n_coded);
+        for (int i = 0; i < n_coded; i++) {
+            const int block = coded[i];
+            if (item.coded.k.planes == 0) {
+                visit_exact(item, scratch, partials, block, item.coded, Seen(item, block, true));
+                continue;
+            }
+            ahead.fetch_slice();
             visit_coded(item, scratch, partials, block);
-        } else if (const Seen seen(item, block, true); !seen.none()) {
-            visit_exact(item, scratch, partials, block, item.coded, seen);
+            const bool last_of_batch = i + 1 == n_coded || coded[i + 1] / kMeanBlocks != block / kMeanBlocks;
+            if (item.coded.v.page_mean && last_of_batch) {
+                add_page_means(item, scratch, partials);
+            }
         }
-        if (const Seen seen(item, block, false); !seen.none()) {
-            visit_exact(item, scratch, partials, block, item.exact, seen);
-        }
-        if (page_means && (block % kMeanBlocks == kMeanBlocks - 1 || block == last - 1)) {
-            add_page_means(item, scratch, partials);
+        for (int i = 0; i < n_exact; i++) {
+            visit_exact(item, scratch, partials, exact[i], item.exact, Seen(item, exact[i], false));
         }
     }
 }
