@@ -98,11 +98,14 @@ class World {
         }
         data_k_ = k;
         data_v_ = v;
-        fill_page_ = [this, plain_recipe](int head, int block, std::byte* page) {
+        fill_page_ = [this, plain_recipe](int head, int page_index, std::byte* page) {
             std::vector<bf16> keys, values;
-            rows_of(data_k_, shape_.dim_k, block, keys);
-            rows_of(data_v_, shape_.dim_v, block, values);
-            encode_page(plain_recipe, layer.format, tables[head], keys, values, page);
+            rows_of(data_k_, shape_.dim_k, page_index, layer.format.tokens, keys);
+            rows_of(data_v_, shape_.dim_v, page_index, layer.format.tokens, values);
+            std::vector<float> norms(layer.format.tokens);
+            add_key_energy(tables[head].k, keys, norms);
+            for (float& x : norms) x = 1.5f * std::sqrt(x);
+            encode_page(plain_recipe, layer.format, tables[head], keys, values, page, 0, nullptr, norms.data());
         };
     }
 
@@ -113,19 +116,25 @@ class World {
         Sequence& s = sequences_.back();
         s.n_blocks = (tokens + kPageTokens - 1) / kPageTokens;
         const size_t coded = layer.format.bytes(), exact = exact_format().bytes();
-        s.coded.resize(s.n_blocks * shape_.n_head_kv * coded);
+        s.page_tokens = layer.format.tokens;
+        s.n_pages = (tokens + s.page_tokens - 1) / s.page_tokens;
+        s.coded.resize(s.n_pages * shape_.n_head_kv * coded);
         s.exact.resize(s.n_blocks * shape_.n_head_kv * exact);
-        s.coded_sizes.resize(size_t(s.n_blocks) * shape_.n_head_kv * kPageTokens);
-        s.exact_sizes.resize(s.coded_sizes.size());
+        s.coded_sizes.resize(size_t(s.n_pages) * shape_.n_head_kv * s.page_tokens);
+        s.exact_sizes.resize(size_t(s.n_blocks) * shape_.n_head_kv * kPageTokens);
         s.coded_keys.resize(s.coded_sizes.size() * shape_.dim_k);
-        s.exact_keys.resize(s.coded_keys.size());
+        s.exact_keys.resize(s.exact_sizes.size() * shape_.dim_k);
         for (int b = 0; b < s.n_blocks; b++) {
             for (int h = 0; h < shape_.n_head_kv; h++) {
                 const size_t page = s.place(b) * shape_.n_head_kv + h, token = size_t(h * s.n_blocks + b) * kPageTokens;
-                fill_page_(h, b, &s.coded[page * coded]);
+                if (b < s.n_pages) {
+                    const size_t coded_page = s.place_of_page(b) * shape_.n_head_kv + h;
+                    fill_page_(h, b, &s.coded[coded_page * coded]);
+                    const size_t first = size_t(h * s.n_pages + b) * s.page_tokens;
+                    measure(layer.format, h, &s.coded[coded_page * coded], &s.coded_sizes[first],
+                            &s.coded_keys[first * shape_.dim_k]);
+                }
                 fill_rows(&s.exact[page * exact], data_k_, data_v_, b);
-                measure(layer.format, h, &s.coded[page * coded], &s.coded_sizes[token],
-                        &s.coded_keys[token * shape_.dim_k]);
                 measure(exact_format(), h, &s.exact[page * exact], &s.exact_sizes[token],
                         &s.exact_keys[token * shape_.dim_k]);
             }
@@ -220,11 +229,12 @@ class World {
     };
 
     struct Sequence {
-        int n_blocks = 0;
+        int n_blocks = 0, n_pages = 0, page_tokens = kPageTokens;  // exact blocks, coded pages
         std::vector<std::byte> coded, exact;
         std::vector<Size> coded_sizes, exact_sizes;                  // [head][token]
         std::vector<float> coded_keys, exact_keys;                   // [head][token][dim_k]
         int place(int block) const { return n_blocks - 1 - block; }  // the pool's order is not the sequence's
+        int place_of_page(int page) const { return n_pages - 1 - page; }
     };
 
     struct Views {
@@ -252,17 +262,17 @@ class World {
         return {q.data(), q_stride(), size_t(shape_.dim_k), out.data(), out_stride()};
     }
 
-    void rows_of(const Data& data, int dim, int block, std::vector<bf16>& rows) {
-        rows.resize(size_t(kPageTokens) * dim);
-        for (int t = 0; t < kPageTokens; t++) {
-            for (int c = 0; c < dim; c++) rows[t * dim + c] = to_bf16(data(random, block * kPageTokens + t, c));
+    void rows_of(const Data& data, int dim, int page, int tokens, std::vector<bf16>& rows) {
+        rows.resize(size_t(tokens) * dim);
+        for (int t = 0; t < tokens; t++) {
+            for (int c = 0; c < dim; c++) rows[t * dim + c] = to_bf16(data(random, page * tokens + t, c));
         }
     }
 
     void fill_rows(std::byte* page, const Data& k, const Data& v, int block) {
         std::vector<bf16> keys, values;
-        rows_of(k, shape_.dim_k, block, keys);
-        rows_of(v, shape_.dim_v, block, values);
+        rows_of(k, shape_.dim_k, block, kPageTokens, keys);
+        rows_of(v, shape_.dim_v, block, kPageTokens, values);
         for (int t = 0; t < kPageTokens; t++) {
             set_key(exact_format(), page, t, std::span(keys).subspan(t * shape_.dim_k, shape_.dim_k));
             set_value(exact_format(), page, t, std::span(values).subspan(t * shape_.dim_v, shape_.dim_v));
@@ -292,8 +302,9 @@ class World {
         for (const QueryRow& row : rows) {
             const Sequence& s = sequences_[row.sequence];
             for (int j = row.begin; j < row.end; j++) {
-                const int block = j / kPageTokens;
-                views.ids[2 * row.sequence + !is_coded(row, sink, j)][block] = uint32_t(s.place(block));
+                const bool coded = is_coded(row, sink, j);
+                const int block = j / (coded ? s.page_tokens : kPageTokens);
+                views.ids[2 * row.sequence + !coded][block] = uint32_t(coded ? s.place_of_page(block) : s.place(block));
             }
         }
         for (size_t i = 0; i < sequences_.size(); i++) {
@@ -306,16 +317,16 @@ class World {
     }
 
     void measure(const PageFormat& format, int head, const std::byte* page, Size* sizes, float* keys) const {
-        std::vector<float> k(size_t(kPageTokens) * shape_.dim_k), v(size_t(kPageTokens) * shape_.dim_v);
+        std::vector<float> k(size_t(format.tokens) * shape_.dim_k), v(size_t(format.tokens) * shape_.dim_v);
         decode_keys(format, tables[head].k, page, k);
         decode_values(format, tables[head].v, page, v);
         std::copy(k.begin(), k.end(), keys);
         const auto page_mean = [&](const SideFormat& side, const SideTables& t, size_t at, int c) {
             return side.mean ? double(int8_t(page[at + c])) * t.mean_step[c] : 0.0;
         };
-        for (int t = 0; t < kPageTokens; t++) {
+        for (int t = 0; t < format.tokens; t++) {
             TokenInfo info_k{}, info_v{};
-            if (format.coded()) {
+            if (format.coded() && format.planar()) {
                 info_k = key_info_at(format, tables[head].k, page, t);
                 info_v = value_info_at(format, tables[head].v, page, t);
             }
@@ -331,7 +342,7 @@ class World {
                 const Parts x = parts(format, tables[head].v, info_v.zero, v[t * shape_.dim_v + c], c,
                                       page_mean(format.v, tables[head].v, format.value_mean(), c));
                 sizes[t].value = std::max(sizes[t].value, x.sum);
-                if (format.coded()) sizes[t].unit_v = std::max(sizes[t].unit_v, x.codes / info_v.scale);
+                if (info_v.scale > 0) sizes[t].unit_v = std::max(sizes[t].unit_v, x.codes / info_v.scale);
             }
         }
     }
@@ -366,7 +377,7 @@ class World {
         double length = 0;
         for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
         length = std::sqrt(length) * layer.scale;
-        const bool coded_layer = layer.format.coded();
+        const bool coded_layer = layer.format.coded() && layer.format.planar();  // the decoded path is all floats
         const double unit = coded_layer ? query_unit(x, t.k) * layer.scale : 0;
         const double slope = layer.alibi_max_bias > 0 ? alibi_slope(layer.alibi_max_bias, layer.n_head, head) : 0.0;
         const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0);  // standard deviations
@@ -375,7 +386,8 @@ class World {
         double value = 0, key = 0, scale_v = 0;
         for (int j = row.begin; j < row.end; j++) {
             const bool coded = is_coded(row, sink, j);
-            const size_t at = size_t(kv_head) * s.n_blocks * kPageTokens + j;
+            const size_t tokens = coded ? size_t(s.n_pages) * s.page_tokens : size_t(s.n_blocks) * kPageTokens;
+            const size_t at = size_t(kv_head) * tokens + j;
             const Size& size = coded ? s.coded_sizes[at] : s.exact_sizes[at];
             const float* k = (coded ? s.coded_keys : s.exact_keys).data() + at * shape_.dim_k;
             double logit = 0;
@@ -422,7 +434,7 @@ class World {
 
     double scale_of(const QueryRow& row, int kv_head, size_t i) const {
         const Sequence& s = sequences_[row.sequence];
-        return s.coded_sizes[size_t(kv_head) * s.n_blocks * kPageTokens + row.begin + i].scale_v;
+        return s.coded_sizes[size_t(kv_head) * s.n_pages * s.page_tokens + row.begin + i].scale_v;
     }
 
     Shape shape_;

@@ -6,6 +6,7 @@
 #include <crumb/cache.h>
 #include <crumb/error.h>
 
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <string>
@@ -175,7 +176,7 @@ inline void restore(Cache& cache, uint32_t sequence, const Bytes& bytes, bool wi
     }
 }
 
-// Pages of a block, by layer and head. Not complete: kept only for the codes of lost tokens; to be encoded again.
+// Pages of so many tokens, by layer and head. Not complete: kept only for the codes of lost tokens; to be encoded again.
 struct ModelBlock {
     std::vector<std::vector<Bytes>> pages;
     bool complete = true;
@@ -204,7 +205,11 @@ class Model {
     // Blocks that no token from position `length` on can want as BF16, and that have their codes, are dropped.
     void trim(ModelSequence& s) const {
         const int edge = coded_edge(s.length(), config_.recent);
-        for (int b = sink_blocks(); 64 * (b + 1) <= edge && s.blocks.contains(b) && s.blocks.at(b).complete; b++) {
+        const auto has_codes = [&](int b) {
+            const auto page = s.blocks.find(64 * b / page_tokens());
+            return page != s.blocks.end() && page->second.complete;
+        };
+        for (int b = sink_blocks(); 64 * (b + 1) <= edge && has_codes(b); b++) {
             std::fill_n(s.lost.begin() + 64 * b, 64, true);
         }
         constexpr int kSlack = 64;
@@ -229,7 +234,8 @@ class Model {
     // After all appends of a step.
     void encode_due() {
         for (ModelSequence& s : sequences) {
-            for (int b = config_.sink / 64; 64 * (b + 1) <= coded_edge(s.length() - 1, config_.recent); b++) {
+            const int edge = coded_edge(s.length() - 1, config_.recent);
+            for (int b = config_.sink / page_tokens(); page_tokens() * b < edge; b++) {
                 const auto old = s.blocks.find(b);
                 if (old != s.blocks.end() && old->second.complete) {
                     continue;
@@ -251,7 +257,7 @@ class Model {
         }
         s.tokens.resize(n);
         s.lost.resize(n);
-        const int rest = n / 64;
+        const int rest = n / page_tokens();
         std::erase_if(s.blocks, [&](const auto& block) {
             return block.first > rest || (block.first == rest && !lost_in(s, rest));
         });
@@ -290,18 +296,39 @@ class Model {
 
     int sink_blocks() const { return (config_.sink + 63) / 64; }
     int window() const { return window_; }
+    int page_tokens() const { return config_.recipe.page_tokens; }
 
     const CacheConfig& config_;
     std::vector<ModelSequence> sequences;
     uint64_t aged = 0;  // tokens that came back into the window of the next token, without their rows
 
   private:
+    // Rows of a page up to the last lost one.
     int lost_in(const ModelSequence& s, int b) const {
         int n = 0;
-        for (int j = 64 * b; j < std::min(64 * (b + 1), s.length()); j++) {
-            n += s.lost[j];
+        for (int j = page_tokens() * b; j < std::min(page_tokens() * (b + 1), s.length()); j++) {
+            n = s.lost[j] ? j + 1 - page_tokens() * b : n;
         }
         return n;
+    }
+
+    // Lengths of a page's keys in all heads together.
+    std::vector<float> layer_norms(const ModelSequence& s, int b, int layer) const {
+        const CacheLayer& l = config_.layers[layer];
+        std::vector<float> norms(page_tokens());
+        for (int head = 0; head < l.n_head_kv && config_.recipe.coded(); head++) {
+            std::vector<bf16> k;
+            for (int j = page_tokens() * b; j < page_tokens() * (b + 1); j++) {
+                for (float x : row(s.tokens[j], layer, Side::k, head, l.dim_k)) {
+                    k.push_back(to_bf16(x));
+                }
+            }
+            add_key_energy(config_.tables[layer][head].k, k, norms);
+        }
+        for (float& x : norms) {
+            x = std::sqrt(x);
+        }
+        return norms;
     }
 
     ModelBlock encode(const ModelSequence& s, int b, const ModelBlock* kept) const {
@@ -313,9 +340,10 @@ class Model {
                 continue;
             }
             const PageFormat format = config_.formats[layer];
+            const std::vector<float> norms = layer_norms(s, b, int(layer));
             for (int head = 0; head < l.n_head_kv; head++) {
                 std::vector<bf16> k, v;
-                for (int j = 64 * b; j < 64 * (b + 1); j++) {
+                for (int j = page_tokens() * b; j < page_tokens() * (b + 1); j++) {
                     for (float x : row(s.tokens[j], int(layer), Side::k, head, l.dim_k)) {
                         k.push_back(to_bf16(x));
                     }
@@ -325,7 +353,7 @@ class Model {
                 }
                 Bytes page(format.bytes());
                 encode_page(config_.recipe, format, config_.tables[layer][head], k, v, page.data(), lost_in(s, b),
-                            kept && lost_in(s, b) > 0 ? kept->pages[layer][head].data() : nullptr);
+                            kept && lost_in(s, b) > 0 ? kept->pages[layer][head].data() : nullptr, norms.data());
                 block.pages[layer].push_back(std::move(page));
             }
         }
@@ -339,10 +367,10 @@ class Model {
 inline Bytes first_rows(const CacheConfig& config, int layer, int head, int rows, const std::byte* page) {
     const CacheLayer& l = config.layers[layer];
     const PageFormat format = config.formats[layer];
-    if (rows == 64) {
+    if (rows == format.tokens) {
         return Bytes(page, page + format.bytes());
     }
-    const std::vector<bf16> k(64 * l.dim_k), v(64 * l.dim_v);
+    const std::vector<bf16> k(format.tokens * l.dim_k), v(format.tokens * l.dim_v);
     Bytes result(format.bytes());
     encode_page(config.recipe, format, config.tables[layer][head], k, v, result.data(), rows, page);
     return result;
@@ -375,11 +403,12 @@ inline std::string difference(const Cache& cache, const Model& model, const Quer
             };
             const bool read_exact = l.window > 0 || j < config.sink || j >= coded_end;
             const BlockTable& table = read_exact ? view.exact : view.coded;
-            if (table.ids[j / 64] == kNoBlock) {
+            const int tokens = read_exact ? 64 : model.page_tokens();
+            if (table.ids[j / tokens] == kNoBlock) {
                 return where(read_exact ? "no exact block" : "no coded block");
             }
             for (int head = 0; head < l.n_head_kv; head++) {
-                const std::byte* block = table.block(j / 64);
+                const std::byte* block = table.block(j / tokens);
                 if (read_exact) {
                     const std::byte* page = block + head * exact.bytes();
                     const auto k = row(s.tokens[j], int(layer), Side::k, head, l.dim_k);
@@ -394,10 +423,10 @@ inline std::string difference(const Cache& cache, const Model& model, const Quer
                             return where("exact value differs");
                         }
                     }
-                } else if (j % 64 == 0 || j == config.sink) {
-                    const ModelBlock& expected = s.blocks.at(j / 64);
+                } else if (j % tokens == 0 || j == config.sink) {
+                    const ModelBlock& expected = s.blocks.at(j / tokens);
                     const Bytes& page = expected.pages[layer][head];
-                    const int rows = expected.complete ? 64 : std::min(64, coded_end - j / 64 * 64);
+                    const int rows = expected.complete ? tokens : std::min(tokens, coded_end - j / tokens * tokens);
                     if (first_rows(config, int(layer), head, rows, block + head * page.size()) !=
                         first_rows(config, int(layer), head, rows, page.data())) {
                         return where("page differs");

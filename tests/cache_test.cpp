@@ -116,6 +116,39 @@ TEST(PositionRule, ChunksChangeNothing) {
     }
 }
 
+// Pages of 128 tokens are encoded as a whole when their first half is due; queries see what they always see.
+TEST(PositionRule, ChunksChangeNothingInLargePages) {
+    constexpr int kTokens = 580;
+    for (const std::string recipe : {"kivi128", "ott", "kvarn:paper", "omni:layer:paper"}) {
+        const int page = find_recipe(recipe).page_tokens;
+        for (const int sink : {0, 64, 100}) {
+            for (const int recent : {64, 100, 256}) {
+                std::vector<Bytes> codes;
+                for (const int chunk : {512, 64, 7}) {
+                    SCOPED_TRACE(fmt::format("{}, sink {} recent {} chunk {}", recipe, sink, recent, chunk));
+                    Cache cache(config_of({.recipe = recipe,
+                                           .sink = sink,
+                                           .recent = recent,
+                                           .n_sequences = 1,
+                                           .tokens = kTokens,
+                                           .step = 512}));
+                    for (int at = 0; at < kTokens; at += chunk) {
+                        ASSERT_TRUE(step(cache, run_of(0, Token(at), std::min(chunk, kTokens - at)), 2));
+                        for (const QueryRow& row : cache.plan(0).rows()) {
+                            ASSERT_EQ(row.coded_end, coded_edge(row.position, recent));
+                        }
+                    }
+                    const int edge = coded_edge(kTokens - 1, recent);
+                    const auto these = codes_of(cache, 0, sink / page, (edge + page - 1) / page);
+                    ASSERT_FALSE(these.empty());
+                    codes = chunk == 512 ? these : codes;
+                    EXPECT_EQ(these, codes);
+                }
+            }
+        }
+    }
+}
+
 TEST(PositionRule, ThePapersRuleCountsFromTheChunk) {
     Cache cache(config_of({.recent = 64, .prefill = PrefillRule::exact, .step = 300}));
     ASSERT_TRUE(step(cache, run_of(0, 0, 200)));
@@ -433,6 +466,11 @@ TEST(Settings, ThatCannotBeAreRefused) {
     };
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) { c.sink = -1; }), "--kv-sink"));
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) { c.recent = -5; }), "-5"));
+    EXPECT_TRUE(contains(refusal([](CacheConfig& c) {
+                             c = config_of({.recipe = "kivi128"});
+                             c.recent = 63;
+                         }),
+                         "at least 64 recent tokens"));
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) { c.tokens_per_sequence = 0; }), "-c"));
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) { c.tokens_total = 699; }), "raise -c"));
     EXPECT_TRUE(contains(refusal([](CacheConfig& c) { c.layers[2].n_head_kv = 0; }), "layer 2"));

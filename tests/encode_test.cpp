@@ -174,6 +174,22 @@ TEST(Encode, EqualsTheScalarSpecificationOnEveryLevel) {
     }
 }
 
+TEST(Encode, ShrunkRangeEqualsTheScalarSpecification) {
+    const Recipe& recipe = find_recipe("rotatekv:paper");
+    for (int dim : kDims) {
+        const EncoderCase c = encoder_case(recipe, dim, dim);
+        for (Rows kind : kAllRows) {
+            SCOPED_TRACE(fmt::format("{} channels, {}", dim, name_of(kind)));
+            const std::vector<bf16> k = rows_of(kind, dim, 1), v = rows_of(kind, dim, 2);
+            const Encoded best = encode(lanes::best(), recipe, c, k, v);
+            expect_same(encode_scalar(recipe.k, c.tables.k, k), read_side(c, true, best.page.data()));
+            for (const lanes::Kernels* level : lanes::supported()) {
+                EXPECT_TRUE(encode(*level, recipe, c, k, v).page == best.page) << level->name;
+            }
+        }
+    }
+}
+
 TEST(Encode, MinmaxErrorIsWithinHalfAStep) {
     for (const Recipe& recipe : encoder_recipes()) {
         for (int dim : kDims) {

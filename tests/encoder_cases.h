@@ -70,11 +70,17 @@ inline Recipe stages(std::string_view name, SideRecipe k, SideRecipe v) {
 
 inline SideRecipe minmax_side(Map map, int bits, float clip = 1.0f, Centre centre = Centre::none,
                               bool page_mean = false) {
-    return {centre, map, Quantiser::minmax, bits, clip, SideInfo::scale_zero, page_mean};
+    return {.centre = centre,
+            .map = map,
+            .quantiser = Quantiser::minmax,
+            .bits = bits,
+            .clip = clip,
+            .info = SideInfo::scale_zero,
+            .page_mean = page_mean};
 }
 
 inline SideRecipe gain_side(Map map, int bits, SideInfo info, bool page_mean = false) {
-    return {Centre::none, map, Quantiser::gain, bits, 1.0f, info, page_mean};
+    return {.map = map, .quantiser = Quantiser::gain, .bits = bits, .info = info, .page_mean = page_mean};
 }
 
 // Every map, quantiser, width, kind of side information, with and without centre, clip and page mean.
@@ -84,6 +90,7 @@ inline std::vector<Recipe> encoder_recipes() {
         stages("minmax 2, clip, key mean", minmax_side(Map::rotation, 2, 0.96f, Centre::key_mean),
                minmax_side(Map::rotation, 2, 0.92f)),
         stages("minmax 4 and 6", minmax_side(Map::hadamard, 4), minmax_side(Map::identity, 6)),
+        stages("minmax 8", minmax_side(Map::identity, 8), minmax_side(Map::signed_hadamard, 8)),
         stages("minmax 2, page mean", minmax_side(Map::hadamard, 2, 1.0f, Centre::key_mean, true),
                minmax_side(Map::identity, 2, 0.5f, Centre::none, true)),
         stages("gain 2", gain_side(Map::hadamard, 2, SideInfo::gain8), gain_side(Map::identity, 2, SideInfo::gain16)),

@@ -179,6 +179,75 @@ TEST(PageFormat, SidesMayDiffer) {
     EXPECT_EQ(format.bytes(), 7680u);
 }
 
+// Family C, by hand. K: 128 tokens, 64 channels in groups of 128 tokens, a gain a token, 16 channels with two more bits,
+// 3 exact tokens. V: groups of 32 channels and a gain a channel.
+TEST(PageFormat, RecordsOfFamilyC) {
+    const SideFormat k = {.dim = 64,
+                          .planes = 64,
+                          .info = SideInfo::channels,
+                          .group = 128,
+                          .token_gain = true,
+                          .boosted = 16,
+                          .outliers = 3};
+    const SideFormat v = {
+        .dim = 64, .planes = 64, .info = SideInfo::scale_zero, .group = 32, .channel_gain = true, .outliers = 3};
+    const PageFormat format = {.k = k, .v = v, .tokens = 128};
+    check(format);
+    EXPECT_FALSE(format.planar());
+
+    const InfoLayout key = info_layout(k, 128);
+    EXPECT_EQ(key.scale, 0u);                 // FP16 [1][64]
+    EXPECT_EQ(key.zero, 128u);                // the same
+    EXPECT_EQ(key.token_gain, 256u);          // FP16 [128]
+    EXPECT_EQ(key.channel_gain, 512u);        // none
+    EXPECT_EQ(key.outlier_rows, 512u);        // FP16 [3][64]
+    EXPECT_EQ(key.outlier_tokens, 896u);      // uint16 [3]
+    EXPECT_EQ(key.boosted_codes, 902u);       // [16][32]
+    EXPECT_EQ(key.boosted, 1414u);            // uint8 [16]
+    EXPECT_EQ(key.bytes, 1430u);
+
+    const InfoLayout value = info_layout(v, 128);
+    EXPECT_EQ(value.zero, 512u);              // FP16 [2 groups][128]
+    EXPECT_EQ(value.token_gain, 1024u);       // none
+    EXPECT_EQ(value.channel_gain, 1024u);     // FP16 [64]
+    EXPECT_EQ(value.outlier_rows, 1152u);
+    EXPECT_EQ(value.outlier_tokens, 1536u);
+    EXPECT_EQ(value.bytes, 1542u);
+
+    EXPECT_EQ(format.value_codes(), 2048u);   // two areas of 64 tokens
+    EXPECT_EQ(format.key_info(), 4096u);
+    EXPECT_EQ(format.value_info(), 4096u + 1430u);
+    EXPECT_EQ(format.bytes(), 4096u + 1430u + 1542u);
+    EXPECT_DOUBLE_EQ(format.bits_per_element(), 8.0 * 7068 / (128 * 128));
+}
+
+TEST(PageFormat, PartsThatDoNotGoTogether) {
+    const SideFormat channels = {.dim = 64, .planes = 64, .info = SideInfo::channels, .group = 32};
+    const SideFormat token = {.dim = 64, .planes = 64, .info = SideInfo::scale_zero};
+    const auto error = [](SideFormat k, SideFormat v, int tokens, auto change) {
+        PageFormat format = {.k = k, .v = v, .tokens = tokens};
+        change(format);
+        return error_of(format);
+    };
+    const auto nothing = [](PageFormat&) {};
+    EXPECT_EQ(error(channels, token, 64, nothing), "");
+    EXPECT_EQ(error(channels, token, 128, nothing), "");
+    EXPECT_NE(error(token, token, 128, nothing).find("128"), std::string::npos);
+    EXPECT_NE(error(channels, token, 192, nothing).find("192"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.group = 128; }).find("groups of 128"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.group = 0; }), "");
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.v.mean = true; }).find("page means"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.v.info = SideInfo::gain8; }), "");
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.v.lookup = true; }).find("levels"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.v.token_gain = true; }), "");
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.channel_gain = true; }), "");
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.v.boosted = 8; }).find("8 of 64"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.boosted = 65; }), "");
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.outliers = 3; }).find("same tokens"), std::string::npos);
+    EXPECT_NE(error(channels, token, 64, [](PageFormat& f) { f.k.outliers = f.v.outliers = 65; }), "");
+    EXPECT_NE(error(bf16_format(64, 64).k, bf16_format(64, 64).v, 64, [](PageFormat& f) { f.k.outliers = 1; }), "");
+}
+
 TEST(PageFormat, Bf16) {
     const PageFormat format = bf16_format(80, 64);
     check(format);

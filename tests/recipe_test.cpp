@@ -52,9 +52,13 @@ TEST(Recipes, TheTableIsComplete) {
             check(page_format(recipe, dim, dim));
         }
     }
-    const std::set<std::string_view> expected = {"bf16", "int2",       "int2:paper", "quarot",      "quarot:paper",
-                                                 "saw4", "saw4:paper", "oscar",      "oscar:paper", "had2",
-                                                 "planes"};
+    const std::set<std::string_view> expected = {
+        "bf16",    "q8",         "q8:paper",      "int4",          "int4:paper",    "int2",      "int2:paper",
+        "quarot",  "saw4",       "quarot:paper",  "saw4:paper",    "rotatekv",      "oscar",     "rotatekv:paper",
+        "turbo2",  "turbo3",     "turbo2:paper",  "turbo3:paper",  "oscar:paper",   "turbo4",    "turbo4:paper",
+        "turbo2+", "turbo3+",    "turbo2+:paper", "turbo3+:paper", "turbo4+",       "kivi32",    "turbo4+:paper",
+        "kivi128", "ott",        "kitty",         "kvarn",         "kvarn:paper",   "omni",      "omni:paper",
+        "had2",    "omni:layer", "omni:layer:paper", "planes"};
     EXPECT_EQ(names, expected);
 }
 
@@ -64,7 +68,7 @@ TEST(Recipes, PaperRowsKeepTheKeyMean) {
         if (!recipe.name.ends_with(":paper")) {
             continue;
         }
-        const Recipe& ours = find_recipe(recipe.name.substr(0, recipe.name.find(':')));
+        const Recipe& ours = find_recipe(recipe.name.substr(0, recipe.name.rfind(':')));
         SideRecipe k = ours.k;
         EXPECT_EQ(k.centre, Centre::key_mean);
         k.centre = Centre::none;
@@ -83,6 +87,29 @@ TEST(Recipes, BitsPerElement) {
     EXPECT_DOUBLE_EQ(bits("oscar"), 2.25);
     EXPECT_DOUBLE_EQ(bits("saw4"), 4.25);
     EXPECT_DOUBLE_EQ(bits("had2"), 2.0625);
+    EXPECT_DOUBLE_EQ(bits("q8"), 8.25);
+    EXPECT_DOUBLE_EQ(bits("kivi32"), 3.0);
+    EXPECT_DOUBLE_EQ(bits("kivi128"), 2.25);
+    EXPECT_DOUBLE_EQ(bits("omni"), 3.0625);       // a norm a token
+    EXPECT_DOUBLE_EQ(bits("turbo2"), 2.125);
+    EXPECT_DOUBLE_EQ(bits("turbo3+"), 3.125);
+    EXPECT_DOUBLE_EQ(bits("kvarn"), 2.375);       // KVarN's own figure
+    EXPECT_DOUBLE_EQ(bits("kitty"), 2.5078125);   // K: 0.5 for the high digits of a quarter, 1/64 for which they are
+    EXPECT_DOUBLE_EQ(bits("ott"), 2.25 + 3.0 * (16 * 128 + 16) / (128 * 128));
+    EXPECT_DOUBLE_EQ(page_format(find_recipe("kivi128"), 64, 64).bits_per_element(), 2.375);  // V in groups of 64
+    EXPECT_DOUBLE_EQ(page_format(find_recipe("turbo3"), 80, 80).bits_per_element(), 8.0 * (128 * 16 + 128) / (64 * 80));
+}
+
+TEST(Recipes, SlowOnesAreThoseThatNoKernelReads) {
+    for (const Recipe& recipe : recipes()) {
+        EXPECT_EQ(recipe.slow(), !recipe.budgeted() && !page_format(recipe, 128, 128).planar()) << recipe.name;
+        if (recipe.page_tokens > kPageTokens) {
+            EXPECT_GE(recipe.paper.recent, recipe.page_tokens - kPageTokens) << recipe.name;
+        }
+    }
+    for (const std::string_view fast : {"q8", "int4", "int2", "quarot", "rotatekv", "saw4", "oscar", "had2", "bf16"}) {
+        EXPECT_FALSE(find_recipe(fast).slow()) << fast;
+    }
 }
 
 TEST(Recipes, ErrorsSayWhatToType) {

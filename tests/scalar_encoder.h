@@ -31,7 +31,8 @@ inline void minmax(const SideRecipe& recipe, std::vector<float>& y, int* codes, 
     for (float& x : y) {
         x = clamp(x, magnitudes[index]);
     }
-    const float low = *std::min_element(y.begin(), y.end()), high = *std::max_element(y.begin(), y.end());
+    const float low = recipe.shrink * *std::min_element(y.begin(), y.end());
+    const float high = recipe.shrink * *std::max_element(y.begin(), y.end());
     scale = to_float(to_fp16(std::max((high - low) / float(levels - 1), 0x1p-24f)));
     zero = to_float(to_fp16(low + scale * (0.5f * float(levels - 1))));
     for (int j = 0; j < dim; ++j) {

@@ -28,8 +28,9 @@ struct Options {
     int first = 512;
     int threads = 0;
     int ubatch = 512;
-    int sink = 64;
-    int recent = 256;
+    std::optional<int> sink, recent;
+    std::string windows_of = "equal";
+    bool allow_slow = false;
     std::string prefill = "position";
 };
 
@@ -37,6 +38,7 @@ struct Column {
     std::string name;
     llama::ContextPtr context;
     double bits = 0;  // of the pages; 16 for the control
+    int sink = 0, recent = 0;
     std::vector<DivergenceSum> by_text;
 };
 
@@ -68,8 +70,12 @@ int eval(int argc, char** argv) {
     app.add_option("-f,--file", o.texts, "texts, one or more files; not those of calibration")->required();
     app.add_option("--kv", o.recipes, "recipes, comma separated")->delimiter(',')->required();
     app.add_option("--kv-artifact", o.artefact, "artefact (default: beside the model)");
-    app.add_option("--kv-sink", o.sink, "first tokens that stay 16 bit")->capture_default_str();
-    app.add_option("--kv-recent", o.recent, "last tokens that stay 16 bit")->capture_default_str();
+    app.add_option("--kv-sink", o.sink, "first tokens that stay 16 bit");
+    app.add_option("--kv-recent", o.recent, "last tokens that stay 16 bit");
+    app.add_option("--kv-windows", o.windows_of, "equal: 64 and 256 for all recipes; paper: those of each recipe's paper")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"equal", "paper"}));
+    app.add_flag("--kv-allow-slow", o.allow_slow, "run recipes whose pages attention has to decode");
     app.add_option("--kv-prefill", o.prefill, "position or exact")->capture_default_str()->check(CLI::IsMember({"position", "exact"}));
     app.add_option("-c,--ctx-size", o.window, "tokens of a window")->capture_default_str()->check(CLI::Range(64, 1 << 22));
     app.add_option("--windows", o.windows, "windows of each text")->capture_default_str()->check(CLI::Range(1, 1000));
@@ -105,10 +111,12 @@ int eval(int argc, char** argv) {
         const bool automatic = name == llama::kAuto;
         kv.recipe = automatic ? name : label(find_recipe(name));
         kv.artefact = automatic || find_recipe(name).needs_artefact() ? o.artefact : std::filesystem::path{};
-        kv.sink = o.sink;
-        kv.recent = o.recent;
+        const Windows windows = o.windows_of == "paper" && !automatic ? find_recipe(name).paper : Windows{};
+        kv.sink = o.sink.value_or(windows.sink);
+        kv.recent = o.recent.value_or(windows.recent);
+        kv.allow_slow = o.allow_slow;
         kv.prefill = o.prefill == "exact" ? PrefillRule::exact : PrefillRule::position;
-        Column column{name, llama::new_context(model.get(), shape, kv), 0, std::vector<DivergenceSum>(texts.size())};
+        Column column{name, llama::new_context(model.get(), shape, kv), 0, kv.sink, kv.recent, std::vector<DivergenceSum>(texts.size())};
         column.bits = llama::kv_status()->bytes.bits_per_element;
         columns.push_back(std::move(column));
     }
@@ -142,7 +150,7 @@ int eval(int argc, char** argv) {
     std::printf("| recipe         |   bits | text         |       Mean KLD            |  99.9%%KLD |   PPL(Q) | PPL(base)| Q/base    "
                 " | Same top p |\n|---|---|---|---|---|---|---|---|---|\n");
     nlohmann::ordered_json json = {{"model", o.model.filename().string()}, {"window", o.window}, {"windows", o.windows},
-                                   {"first", o.first},   {"ubatch", o.ubatch}, {"sink", o.sink},       {"recent", o.recent},
+                                   {"first", o.first},   {"ubatch", o.ubatch}, {"kv_windows", o.windows_of},
                                    {"prefill", o.prefill}, {"rows", nlohmann::ordered_json::array()}};
     for (auto& column : columns) {
         DivergenceSum sum;
@@ -156,6 +164,8 @@ int eval(int argc, char** argv) {
             auto row = as_json(d);
             row["recipe"] = column.name;
             row["bits_per_element"] = column.bits;
+            row["sink"] = column.sink;
+            row["recent"] = column.recent;
             row["text"] = text;
             json["rows"].push_back(std::move(row));
         }

@@ -20,13 +20,16 @@ namespace {
 double mib(size_t bytes) { return double(bytes) / 1048576.0; }
 
 void print_recipes() {
-    std::printf("| --kv           | bits at D=128 | artefact | what | source |\n|---|---|---|---|---|\n");
+    std::printf("| --kv             | bits at D=128 | artefact | speed | paper's windows | what | source |\n|---|---|---|---|---|---|---|\n");
     for (const auto& recipe : recipes()) {
         const double bits = recipe.budgeted() ? recipe.rate : page_format(recipe, 128, 128).bits_per_element();
-        std::printf("| %-14.*s | %13.3f | %-8s | %.*s | %.*s |\n", int(recipe.name.size()), recipe.name.data(),
-                    bits, recipe.needs_artefact() ? "yes" : "no", int(recipe.summary.size()),
+        std::printf("| %-16.*s | %13.3f | %-8s | %-5s | %3d + %-3d       | %.*s | %.*s |\n", int(recipe.name.size()), recipe.name.data(), bits,
+                    recipe.needs_artefact() ? "yes" : "no", recipe.slow() ? "slow" : "", recipe.paper.sink, recipe.paper.recent,
+                    int(recipe.summary.size()),
                     recipe.summary.data(), int(recipe.source.size()), recipe.source.data());
     }
+    std::printf("\nWindows: first and last tokens that stay 16 bit, 64 + 256 for all unless --kv-windows paper. Slow recipes need\n"
+                "--kv-allow-slow.\n");
 }
 
 void print_geometry(const CacheConfig& config) {
@@ -76,8 +79,8 @@ void print_cost(const CacheConfig& config) {
     }
     for (const auto& [format, heads, layers] : kinds) {
         const size_t codes = format.coded() ? format.key_info() : format.bytes();
-        std::printf("  page (64 tokens of a head, K and V): %zu bytes = %zu codes + %zu side information, %.3f bits an element; %d heads",
-                    format.bytes(), codes, format.bytes() - codes, format.bits_per_element(), heads);
+        std::printf("  page (%d tokens of a head, K and V): %zu bytes = %zu codes + %zu side information, %.3f bits an element; %d heads",
+                    format.tokens, format.bytes(), codes, format.bytes() - codes, format.bits_per_element(), heads);
         if (kinds.size() > 1) {
             std::printf("; K %d planes%s, V %d planes%s, layers%s", format.k.planes, format.k.mean ? " + mean" : "", format.v.planes,
                         format.v.mean ? " + mean" : "", layers.c_str());
@@ -134,6 +137,7 @@ void print_page(const std::filesystem::path& file, const Recipe& recipe, int dim
         }
         return;
     }
+    if (!format.planar()) { fail("--page shows pages with a scale or gain a token; {} has parameters of groups", recipe.name); }
     std::vector<uint8_t> k(size_t(kPageTokens) * format.k.planes), v(size_t(kPageTokens) * format.v.planes);
     unpack_keys(format.k.planes, page.data() + format.key_codes(), k);
     unpack_values(format.v.planes, page.data() + format.value_codes(), v);

@@ -15,12 +15,15 @@ const char* const kKvHelp =
     "  --kv-artifact FILE    what crumb calibrate wrote (default: MODEL.crumb.safetensors beside the model)\n"
     "  --kv-sink N           first tokens that stay 16 bit (64)\n"
     "  --kv-recent N         last tokens that stay 16 bit (256)\n"
+    "  --kv-windows WHOSE    equal: 64 and 256, the same for all recipes (default); paper: those of the recipe's paper\n"
+    "  --kv-allow-slow       run recipes whose pages attention has to decode (crumb inspect --recipes names them)\n"
     "  --kv-prefill RULE     position: what a token sees depends on positions alone (default)\n"
     "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n";
 
 namespace {
 
-constexpr std::string_view kOurs[] = {"--kv", "--kv-artifact", "--kv-sink", "--kv-recent", "--kv-prefill"};
+constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact", "--kv-sink",      "--kv-recent",
+                                      "--kv-prefill", "--kv-windows",  "--kv-allow-slow"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -35,6 +38,11 @@ PrefillRule prefill_rule(const std::string& value) {
     if (value == "position") { return PrefillRule::position; }
     if (value == "exact") { return PrefillRule::exact; }
     fail("--kv-prefill takes position or exact, not '{}'", value);
+}
+
+bool paper_windows(const std::string& value) {
+    if (value != "equal" && value != "paper") { fail("--kv-windows takes equal or paper, not '{}'", value); }
+    return value == "paper";
 }
 
 // Flags of llama.cpp that ask for what a coded cache cannot do.
@@ -79,7 +87,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
     KvArguments result;
     llama::KvOptions options;
     std::string first_companion;
-    bool asked = false;
+    bool asked = false, paper = false;
+    std::optional<int> sink, recent;
     for (int i = 0; i < argc; ++i) {
         const std::string argument = argv[i];
         const size_t equals = argument.find('=');
@@ -87,6 +96,12 @@ KvArguments take_kv_arguments(int argc, char** argv) {
         // Other flags that begin with --kv- are llama.cpp's, or its to refuse.
         if (std::ranges::find(kOurs, flag) == std::end(kOurs)) {
             result.rest.push_back(argument);
+            continue;
+        }
+        if (flag != "--kv" && first_companion.empty()) { first_companion = flag; }
+        if (flag == "--kv-allow-slow") {
+            if (equals != std::string::npos) { fail("{} takes no value", flag); }
+            options.allow_slow = true;
             continue;
         }
         std::string value;
@@ -97,7 +112,6 @@ KvArguments take_kv_arguments(int argc, char** argv) {
         } else {
             fail("{} needs a value", flag);
         }
-        if (flag != "--kv" && first_companion.empty()) { first_companion = flag; }
         if (flag == "--kv") {
             options.recipe = value == llama::kAuto ? value : label(find_recipe(value));
             asked = true;
@@ -105,9 +119,11 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             if (value.empty()) { fail("--kv-artifact needs the name of a file; leave it out for the one beside the model"); }
             options.artefact = value;
         } else if (flag == "--kv-sink") {
-            options.sink = count(flag, value);
+            sink = count(flag, value);
         } else if (flag == "--kv-recent") {
-            options.recent = count(flag, value);
+            recent = count(flag, value);
+        } else if (flag == "--kv-windows") {
+            paper = paper_windows(value);
         } else {
             options.prefill = prefill_rule(value);
         }
@@ -115,6 +131,10 @@ KvArguments take_kv_arguments(int argc, char** argv) {
     if (!asked && !first_companion.empty()) { fail("{} was given without --kv RECIPE", first_companion); }
     if (asked) {
         refuse_conflicts(result.rest, options.recipe);
+        const bool automatic = options.recipe == llama::kAuto;
+        const Windows windows = paper && !automatic ? find_recipe(options.recipe).paper : Windows{};
+        options.sink = sink.value_or(windows.sink);
+        options.recent = recent.value_or(windows.recent);
         result.kv = std::move(options);
     }
     return result;

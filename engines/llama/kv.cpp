@@ -188,6 +188,14 @@ void require_memory(const CacheBytes& bytes, const CacheConfig& config) {
     }
 }
 
+void refuse_slow(const Recipe& recipe, const KvOptions& options) {
+    if (recipe.slow() && !options.allow_slow) {
+        fail("--kv {} has no fast attention: its pages are decoded for every query, prompts run at a fraction of the speed and "
+             "tokens at a tenth. Add --kv-allow-slow to run it all the same, for example to compare it",
+             label(recipe));
+    }
+}
+
 llama_memory_i* create(const llama_model& model, const llama_memory_params& params, const llama_cparams& cparams,
                        const llama_memory_i::layer_filter_cb& filter, const llama_memory_i::layer_reuse_cb& reuse) {
     auto& g = global();
@@ -204,6 +212,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         const int n_sequences = std::max<uint32_t>(cparams.n_seq_max, 1);
         const int64_t per_sequence = cparams.kv_unified ? cparams.n_ctx : cparams.n_ctx_seq;
         const Choice choice = choose(model, *g.options);
+        refuse_slow(choice.recipe, *g.options);
         CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
                                       std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch);
         add_tables(config, model, *g.options);
@@ -291,6 +300,7 @@ std::string describe(const CacheConfig& config) {
         bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
     if (windowed) { text += fmt::format(", {} sliding-window layers ({} tokens) stay BF16", windowed, window); }
     if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
+    if (config.recipe.slow()) { text += ", attention decodes pages (slow)"; }
     if (!config.artefact_hash.empty()) { text += fmt::format(", artefact {}", config.artefact_hash.substr(0, 12)); }
     return text;
 }

@@ -17,6 +17,7 @@ struct KvOptions {
     int sink = 64;
     int recent = 256;
     PrefillRule prefill = PrefillRule::position;
+    bool allow_slow = false;         // recipes without a kernel that reads their codes in place
 };
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.

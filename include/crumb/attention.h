@@ -17,11 +17,12 @@
 
 namespace crumb {
 
-// Blocks hold the pages of all KV heads of one layer for 64 tokens; block i of a sequence is `base + ids[i] * stride`.
+// Blocks hold the pages of all KV heads of one layer, for the tokens of a page; block i of a sequence is
+// `base + ids[i] * stride`.
 struct BlockTable {
     const std::byte* base = nullptr;
     size_t stride = 0;  // bytes of a block: n_head_kv pages
-    std::span<const uint32_t> ids;  // by block index (position / 64); kNoBlock where there is none
+    std::span<const uint32_t> ids;  // by block index (position / tokens of a page); kNoBlock where there is none
 
     const std::byte* block(int index) const { return base + size_t(ids[index]) * stride; }
 };
@@ -162,6 +163,7 @@ private:
     std::unique_ptr<State> state_;
 };
 
+// Formats that are not planar() take a slow path, the same at every level: their pages become numbers first.
 // Called by each of n_threads threads, at most as many as prepare() was told of; returns when this thread finds no more
 // work. All output is written when all have returned.
 void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,

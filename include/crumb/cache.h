@@ -7,6 +7,9 @@
 //   exact    BF16 records of the same layers: sinks and the recent tokens
 //   window   BF16 records of sliding-window layers
 //
+// Recipes with pages of 128 tokens have coded blocks of 128, encoded when their first half is due; they need 64 recent
+// tokens at least.
+//
 // Life of a token: its K and V become BF16 rows of an exact block. When all 64 tokens of a block are older than
 // edge(t) = 64 floor(max(0, t + 1 - recent) / 64) of the newest token t, the block is demoted: encoded into a coded
 // block. The exact block is freed when no query can want it any more. Sinks keep theirs.

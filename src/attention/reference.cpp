@@ -46,11 +46,16 @@ class Decoder {
                 std::vector<float>(size_t(kPageTokens) * exact_.v.dim)};
     }
 
+    // A record may hold several blocks.
     Rows decode(int index) const {
-        const std::byte* record = page(sequence_.coded, index, layer_.format.bytes());
-        Rows rows = empty();
-        decode_keys(layer_.format, layer_.tables[head_].k, record, rows.k);
-        decode_values(layer_.format, layer_.tables[head_].v, record, rows.v);
+        const int blocks = layer_.format.tokens / kPageTokens;
+        const size_t first = size_t(index % blocks) * kPageTokens, tokens = size_t(layer_.format.tokens);
+        const std::byte* record = page(sequence_.coded, index / blocks, layer_.format.bytes());
+        Rows all = {std::vector<float>(tokens * exact_.k.dim), std::vector<float>(tokens * exact_.v.dim)}, rows = empty();
+        decode_keys(layer_.format, layer_.tables[head_].k, record, all.k);
+        decode_values(layer_.format, layer_.tables[head_].v, record, all.v);
+        std::copy_n(all.k.begin() + ptrdiff_t(first * exact_.k.dim), rows.k.size(), rows.k.begin());
+        std::copy_n(all.v.begin() + ptrdiff_t(first * exact_.v.dim), rows.v.size(), rows.v.begin());
         return rows;
     }
 

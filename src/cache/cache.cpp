@@ -113,7 +113,7 @@ void Cache::State::crop(Sequence& s, int32_t length) {
     if (length <= s.before.length) {
         now.coded_end = std::min(now.coded_end, s.before.coded_end);
         if (s.source != kNoBlock) {
-            std::swap(s.coded[now.exact_begin / kPageTokens], s.source);
+            std::swap(s.coded[now.exact_begin / rules.page], s.source);
         }
     }
     const Extent next = rules.cropped(now, length);

@@ -169,6 +169,7 @@ struct Contents {
     Pool& pool;
     std::vector<uint32_t>& ids;
     int32_t end;
+    int32_t tokens;  // of a block
     std::vector<int32_t> blocks;
 
     void add(BlockRange range) {
@@ -179,9 +180,9 @@ struct Contents {
 };
 
 std::vector<Contents> contents(Cache::State& state, Sequence& s, const Extent& e, bool windows_only) {
-    Contents coded{state.coded, s.coded, std::max(e.coded_end, e.exact_begin), {}};
-    Contents exact{state.exact, s.exact, e.length, {}};
-    Contents window{state.window, s.window, e.length, {}};
+    Contents coded{state.coded, s.coded, std::max(e.coded_end, e.exact_begin), state.rules.page, {}};
+    Contents exact{state.exact, s.exact, e.length, kPageTokens, {}};
+    Contents window{state.window, s.window, e.length, kPageTokens, {}};
     if (!windows_only) {
         coded.add(state.rules.coded(e));
         exact.add(state.rules.sinks(e));
@@ -195,7 +196,7 @@ std::vector<Contents> contents(Cache::State& state, Sequence& s, const Extent& e
 std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, int layer, uint32_t id, int rows) {
     const SlabShape& slab = pool.shape().slabs[layer];
     const PageFormat& format = slab.format;
-    const std::vector<bf16> k(size_t(kPageTokens * format.k.dim)), v(size_t(kPageTokens * format.v.dim));
+    const std::vector<bf16> k(size_t(format.tokens * format.k.dim)), v(size_t(format.tokens * format.v.dim));
     std::vector<std::byte> block(pool.block(layer, id), pool.block(layer, id) + slab.stride());
     for (int head = 0; head < slab.n_head_kv; head++) {
         std::byte* page = block.data() + size_t(head) * format.bytes();
@@ -218,7 +219,7 @@ void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint3
         if (bytes == 0) {
             continue;
         }
-        if (rows < kPageTokens) {
+        if (rows < pool.shape().slabs[layer].format.tokens) {
             out.bytes(first_rows(state, pool, layer, id, rows).data(), bytes);
         } else {
             out.bytes(pool.block(layer, id), bytes);
@@ -309,7 +310,7 @@ void Cache::save(uint32_t sequence, const Write& write, bool windows_only) const
     write_header(out, state.config, windows_only, e);
     for (const Contents& part : contents(state, s, e, windows_only)) {
         for (const int32_t b : part.blocks) {
-            write_block(out, state, part.pool, part.ids[b], std::min(kPageTokens, part.end - b * kPageTokens));
+            write_block(out, state, part.pool, part.ids[b], part.end - b * part.tokens);
         }
     }
 }

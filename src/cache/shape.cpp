@@ -26,6 +26,10 @@ void check_settings(const CacheConfig& c) {
         fail("a sequence may become {} tokens long, but all sequences together have room for {}: raise -c",
              c.tokens_per_sequence, c.tokens_total);
     }
+    if (c.recipe.page_tokens > kPageTokens && c.recent < c.recipe.page_tokens - kPageTokens) {
+        fail("--kv {} has pages of {} tokens: at least {} recent tokens must stay exact (--kv-recent), not {}",
+             c.recipe.name, c.recipe.page_tokens, c.recipe.page_tokens - kPageTokens, c.recent);
+    }
     for (size_t i = 0; i < c.layers.size(); i++) {
         const CacheLayer& layer = c.layers[i];
         if (layer.stores && (layer.n_head_kv < 1 || layer.window < 0 || layer.window > kMostTokens)) {
@@ -71,12 +75,13 @@ void set_tables(CacheConfig& config, const Artefact* artefact) {
 
 CacheShape shape_of(const CacheConfig& config) {
     check_settings(config);
-    const MostBlocks most = most_blocks(Rules(config));
+    const Rules rules(config);
+    const MostBlocks most = most_blocks(rules);
     const int64_t n = config.n_sequences;
     const int64_t step = config.max_step_tokens / kPageTokens;
     const int64_t all = n * blocks_for(config.tokens_per_sequence);
     CacheShape shape{
-        .coded = {"coded", std::min(n * most.coded, blocks_for(config.tokens_total) + n), {}},
+        .coded = {"coded", std::min(n * most.coded, rules.pages_for(config.tokens_total) + n), {}},
         .exact = {"exact", std::min(n * most.exact + step, all), {}},
         .window = {"sliding-window", most.window == 0 ? 0 : std::min(n * most.window + step, all), {}},
     };
@@ -119,7 +124,7 @@ CacheBytes cache_bytes(const CacheConfig& config) {
         const int64_t windows = config.n_sequences * std::min<int64_t>(layer.window, config.tokens_per_sequence);
         elements += per_token * size_t(is_window(layer) ? windows : config.tokens_total);
         page_bytes += shape.coded.slabs[i].stride();
-        page_elements += is_coded(layer) ? per_token * kPageTokens : 0;
+        page_elements += is_coded(layer) ? per_token * config.recipe.page_tokens : 0;
     }
     bytes.bf16_equivalent = 2 * elements;
     bytes.bits_per_element = bits(page_bytes, page_elements);

@@ -17,18 +17,22 @@ struct Sequence {
     Extent before;               // at the start of the last step, for a step that was abandoned and is cropped away
     uint32_t source = kNoBlock;  // coded block that the last step encoded again, because some of its rows were aged
 
-    // Block ids by position / 64, kNoBlock where there is none. Their size never changes: views point to them.
+    // Block ids by position / 64, coded ones by position / tokens of a page, kNoBlock where there is none. Their size
+    // never changes: views point to them.
     std::vector<uint32_t> coded, exact, window;
 };
 
-// What a step does in one block of every layer.
+// What a step does in the blocks of a coded page of every layer, or in one block of sliding-window layers.
 struct BlockWork {
-    uint32_t block = kNoBlock;  // BF16 rows
-    int32_t first_row = 0;      // rows [first_row, first_row + n_rows) come from tokens [first_token, ..) of the step
-    int32_t n_rows = 0;
-    uint32_t first_token = 0;
-    uint32_t coded = kNoBlock;  // where to encode the block, if it is due
-    uint32_t kept = kNoBlock;   // the coded block that rows below `keep` are taken over from
+    struct Rows {
+        uint32_t block = kNoBlock;  // BF16 rows
+        int32_t first_row = 0;      // rows [first_row, first_row + n_rows) come from tokens [first_token, ..) of the step
+        int32_t n_rows = 0;
+        uint32_t first_token = 0;
+    };
+    Rows rows[2];
+    uint32_t coded = kNoBlock;  // where to encode the page, if it is due
+    uint32_t kept = kNoBlock;   // the coded page that rows below `keep` are taken over from
     int32_t keep = 0;
 };
 
@@ -65,6 +69,9 @@ struct Cache::State {
     void crop(Sequence& sequence, int32_t length);
     // Makes room for tokens of the step, and its work in their blocks and in those that become due.
     void append(Sequence& sequence, std::span<const uint32_t> tokens);
+    // Writes the BF16 rows of the step's tokens into the blocks of `work`.
+    void write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
+                    const RowSource& v) const;
     // Query rows of a sequence's tokens, after append(), in layers whose window is `width` (0: none).
     void add_rows(std::vector<QueryRow>& rows, int32_t width, const Sequence& sequence, std::span<const Append> tokens,
                   bool causal) const;

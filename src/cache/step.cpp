@@ -1,9 +1,11 @@
 // A step: tokens are appended, blocks that become old enough are encoded, queries get their plans.
 //
-// Work is divided by (block, KV head): who writes the rows of a block also encodes it, so no barrier stands between.
+// Work is divided by (coded page, KV head): who writes the rows of a page's blocks also encodes it, so no barrier stands
+// between. A recipe whose keys are scaled over all heads is divided by page alone.
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "cache/state.h"
@@ -35,7 +37,7 @@ void make_private(Pool& pool, std::vector<uint32_t>& ids, int32_t length) {
 }
 
 // Rows of positions [from, to) that lie in `block`; first_token belongs to `from`.
-BlockWork rows_of(int32_t block, uint32_t id, int32_t from, int32_t to, uint32_t first_token) {
+BlockWork::Rows rows_of(int32_t block, uint32_t id, int32_t from, int32_t to, uint32_t first_token) {
     const int32_t begin = std::max(block * kPageTokens, from), end = std::min((block + 1) * kPageTokens, to);
     if (begin >= end) {
         return {.block = id};
@@ -51,22 +53,33 @@ void to_row(const RowSource& source, uint32_t token, int head, std::span<bf16> r
     std::ranges::transform(x, x + row.size(), row.begin(), [](float value) { return to_bf16(value); });
 }
 
-// The rows of a BF16 page, token by token, as encode_page() takes them.
+// The rows of a page, token by token, as encode_page() takes them; 0 where a block has no BF16 rows any more.
 struct PageRows {
     std::vector<bf16> k, v;
-    PageRows(const PageFormat& format, const std::byte* page) {
-        k.reserve(size_t(kPageTokens * format.k.dim));
-        v.reserve(size_t(kPageTokens * format.v.dim));
-        for (int t = 0; t < kPageTokens; t++) {
-            for (int i = 0; i < format.k.dim; i++) {
-                k.push_back(key_at(format, page, t, i));
-            }
-            for (int i = 0; i < format.v.dim; i++) {
-                v.push_back(value_at(format, page, t, i));
+    PageRows(const PageFormat& format, const Pool& pool, int layer, int head, std::span<const BlockWork::Rows> blocks) {
+        for (const BlockWork::Rows& rows : blocks) {
+            const std::byte* page = rows.block == kNoBlock ? nullptr : pool.page(layer, rows.block, head);
+            for (int t = 0; t < kPageTokens; t++) {
+                for (int i = 0; i < format.k.dim; i++) {
+                    k.push_back(page ? key_at(format, page, t, i) : bf16{});
+                }
+                for (int i = 0; i < format.v.dim; i++) {
+                    v.push_back(page ? value_at(format, page, t, i) : bf16{});
+                }
             }
         }
     }
 };
+
+// Lengths of the centred keys of all heads together.
+std::vector<float> layer_norms(const std::vector<PageRows>& heads, std::span<const HeadTables> tables, int tokens) {
+    std::vector<float> norms(tokens);
+    for (size_t head = 0; head < heads.size(); head++) {
+        add_key_energy(tables[head].k, heads[head].k, norms);
+    }
+    std::ranges::transform(norms, norms.begin(), [](float energy) { return std::sqrt(energy); });
+    return norms;
+}
 
 }  // namespace
 
@@ -96,29 +109,37 @@ void Cache::State::append(Sequence& s, std::span<const uint32_t> tokens) {
     reshape(s, to);
 
     const BlockRange demoted = rules.demoted(from, to);
-    const auto is_due = [&](int32_t b) { return demoted.begin <= b && b < demoted.end; };
-    const int32_t aged_block = from.exact_begin / kPageTokens, aged_rows = from.exact_begin % kPageTokens;
-    if (aged_rows > 0 && is_due(aged_block)) {
-        s.source = std::exchange(s.coded[aged_block], coded.take());
+    const auto is_due = [&](int32_t p) { return demoted.begin <= p && p < demoted.end; };
+    const int32_t aged_page = from.exact_begin / rules.page, aged_rows = from.exact_begin % rules.page;
+    if (aged_rows > 0 && is_due(aged_page)) {
+        s.source = std::exchange(s.coded[aged_page], coded.take());
     }
 
-    const int32_t first = from.length / kPageTokens, end = int32_t(blocks_for(to.length));
-    for (int32_t b = demoted.size() > 0 ? std::min(demoted.begin, first) : first; b < end; b++) {
-        BlockWork work = rows_of(b, s.exact[b], from.length, to.length, first_token);
-        if (is_due(b)) {
-            work.coded = s.coded[b];
+    const int32_t first = from.length / rules.page, end = int32_t(rules.pages_for(to.length));
+    for (int32_t p = demoted.size() > 0 ? std::min(demoted.begin, first) : first; p < end; p++) {
+        BlockWork work;
+        bool writes = false;
+        for (int32_t i = 0; i < rules.blocks_a_page(); i++) {
+            const int32_t b = p * rules.blocks_a_page() + i;
+            if (b < blocks_for(to.length)) {
+                work.rows[i] = rows_of(b, s.exact[b], from.length, to.length, first_token);
+                writes |= work.rows[i].n_rows > 0;
+            }
         }
-        if (is_due(b) && b == aged_block && aged_rows > 0) {
+        if (is_due(p)) {
+            work.coded = s.coded[p];
+        }
+        if (is_due(p) && p == aged_page && aged_rows > 0) {
             work.kept = s.source;
             work.keep = aged_rows;
         }
-        if (is_due(b) || work.n_rows > 0) {
+        if (is_due(p) || writes) {
             step.blocks.push_back(work);
         }
     }
     counters.demoted_blocks += uint64_t(demoted.size());
-    for (int32_t b = first; b < end && rules.window > 0; b++) {
-        step.window_blocks.push_back(rows_of(b, s.window[b], from.length, to.length, first_token));
+    for (int32_t b = from.length / kPageTokens; b < blocks_for(to.length) && rules.window > 0; b++) {
+        step.window_blocks.push_back({.rows = {rows_of(b, s.window[b], from.length, to.length, first_token)}});
     }
 }
 
@@ -175,6 +196,22 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
     return true;
 }
 
+void Cache::State::write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
+                              const RowSource& v) const {
+    const PageFormat& format = pool.shape().slabs[layer].format;
+    std::vector<bf16> key(format.k.dim), value(format.v.dim);
+    for (const BlockWork::Rows& rows : work.rows) {
+        for (int i = 0; i < rows.n_rows; i++) {
+            std::byte* page = pool.page(layer, rows.block, head);
+            const uint32_t token = step.tokens[rows.first_token + i];
+            to_row(k, token, head, key);
+            to_row(v, token, head, value);
+            set_key(format, page, rows.first_row + i, key);
+            set_value(format, page, rows.first_row + i, value);
+        }
+    }
+}
+
 void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads) {
     State& state = *state_;
     const CacheLayer& shape = state.config.layers[layer];
@@ -183,26 +220,33 @@ void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads
     const Pool& pool = windowed ? state.window : state.exact;
     const std::vector<BlockWork>& blocks = windowed ? state.step.window_blocks : state.step.blocks;
     const PageFormat& format = pool.shape().slabs[layer].format;
-    std::vector<bf16> key(shape.dim_k), value(shape.dim_v);
+    const Recipe& recipe = state.config.recipe;
+    const bool together = !windowed && recipe.k.token_gain == TokenGain::layer_norm;
+    const int heads = shape.n_head_kv, heads_a_unit = together ? heads : 1;
     EncodeCounts encoded;
-    for (size_t unit = thread; unit < blocks.size() * shape.n_head_kv; unit += n_threads) {
-        const BlockWork& work = blocks[unit / shape.n_head_kv];
-        const int head = int(unit % shape.n_head_kv);
-        std::byte* page = pool.page(layer, work.block, head);
-        for (int i = 0; i < work.n_rows; i++) {
-            const uint32_t token = state.step.tokens[work.first_token + i];
-            to_row(k, token, head, key);
-            to_row(v, token, head, value);
-            set_key(format, page, work.first_row + i, key);
-            set_value(format, page, work.first_row + i, value);
+    for (size_t unit = thread; unit < blocks.size() * heads / heads_a_unit; unit += n_threads) {
+        const BlockWork& work = blocks[unit * heads_a_unit / heads];
+        const int first = int(unit * heads_a_unit % heads);
+        for (int head = first; head < first + heads_a_unit; head++) {
+            state.write_rows(pool, layer, head, work, k, v);
         }
         if (work.coded == kNoBlock) {
             continue;
         }
-        const PageRows rows(format, page);
-        const std::byte* kept = work.kept == kNoBlock ? nullptr : state.coded.page(layer, work.kept, head);
-        encoded += encode_page(state.config.recipe, state.coded.shape().slabs[layer].format, state.tables(layer, head),
-                               rows.k, rows.v, state.coded.page(layer, work.coded, head), work.keep, kept);
+        const PageFormat& coded = state.coded.shape().slabs[layer].format;
+        std::vector<PageRows> rows;
+        for (int head = first; head < first + heads_a_unit; head++) {
+            rows.emplace_back(format, pool, layer, head, std::span(work.rows).first(coded.tokens / kPageTokens));
+        }
+        const std::vector<float> norms =
+            together ? layer_norms(rows, state.config.tables[layer], coded.tokens) : std::vector<float>{};
+        for (int head = first; head < first + heads_a_unit; head++) {
+            const PageRows& page = rows[head - first];
+            const std::byte* kept = work.kept == kNoBlock ? nullptr : state.coded.page(layer, work.kept, head);
+            encoded += encode_page(recipe, coded, state.tables(layer, head), page.k, page.v,
+                                   state.coded.page(layer, work.coded, head), work.keep, kept,
+                                   together ? norms.data() : nullptr);
+        }
     }
     if (encoded.rows == 0) {
         return;

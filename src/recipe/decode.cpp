@@ -1,8 +1,12 @@
-// What a page means: x_hat = mean + page mean + s sum_p B_p (digit_p - 1.5) + z ones, in double precision.
+// What a page means, in double precision: x_hat = mean + page mean + s sum_p B_p (digit_p - 1.5) + z ones, or mean + y by
+// the inverse map where parameters belong to groups.
 #include <crumb/error.h>
 #include <crumb/recipe.h>
 
+#include <algorithm>
 #include <cstring>
+
+#include "recipe/directions.h"
 
 namespace crumb {
 
@@ -24,6 +28,7 @@ TokenInfo info_at(const SideTables& tables, const std::byte* info, int token) {
         case SideInfo::gain8:
             return {gain8_value(read<uint8_t>(info, token)) * tables.gain_reference, 0.0f};
         case SideInfo::none:
+        case SideInfo::channels:
             break;
     }
     CRUMB_ASSERT(false);
@@ -56,6 +61,29 @@ void decode(const SideTables& tables, std::span<const uint8_t> codes, const std:
     }
 }
 
+void decode_directions(const PageSide& side, const std::byte* page, std::span<float> rows) {
+    const size_t dim = side.dim();
+    CRUMB_ASSERT(rows.size() == size_t(side.tokens) * dim);
+    std::vector<float> y(rows.size());
+    read_directions(side, page, y);
+    std::vector<std::span<const float>> inverse;
+    for (size_t j = 0; j < dim; ++j) {
+        inverse.push_back(inverse_row(side.tables, int(j)));
+    }
+    std::vector<double> x(dim);
+    for (size_t t = 0; t < size_t(side.tokens); ++t) {
+        std::ranges::fill(x, 0.0);
+        for (size_t j = 0; j < dim; ++j) {
+            for (size_t i = 0; i < dim; ++i) {
+                x[i] += double(y[t * dim + j]) * inverse[j][i];
+            }
+        }
+        for (size_t i = 0; i < dim; ++i) {
+            rows[t * dim + i] = float(x[i] + (side.tables.mean.empty() ? 0.0 : side.tables.mean[i]));
+        }
+    }
+}
+
 }  // namespace
 
 TokenInfo key_info_at(const PageFormat& format, const SideTables& tables, const std::byte* page, int token) {
@@ -75,6 +103,9 @@ void decode_keys(const PageFormat& format, const SideTables& tables, const std::
         }
         return;
     }
+    if (!format.planar()) {
+        return decode_directions(key_side(format, tables), page, rows);
+    }
     std::vector<uint8_t> codes(size_t(kPageTokens) * format.k.planes);
     unpack_keys(format.k.planes, page + format.key_codes(), codes);
     decode(tables, codes, page + format.key_info(), page + format.key_mean(), rows);
@@ -88,6 +119,9 @@ void decode_values(const PageFormat& format, const SideTables& tables, const std
             }
         }
         return;
+    }
+    if (!format.planar()) {
+        return decode_directions(value_side(format, tables), page, rows);
     }
     std::vector<uint8_t> codes(size_t(kPageTokens) * format.v.planes);
     unpack_values(format.v.planes, page + format.value_codes(), codes);

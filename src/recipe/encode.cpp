@@ -5,8 +5,10 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
+#include "recipe/group_encoder.h"
 #include "recipe/levels.h"
 
 namespace crumb {
@@ -30,7 +32,7 @@ void quantise(const Kernels& kernels, const Side& side, Tile& y, Coded& coded) {
     const int dim = side.tables.format.dim;
     if (side.recipe.quantiser == Quantiser::minmax) {
         const int clipped = dim - std::min(int(side.recipe.clip * float(dim)), dim - 1);
-        kernels.minmax(y, dim, side.recipe.bits, clipped, coded);
+        kernels.minmax(y, dim, side.recipe.bits, clipped, side.recipe.shrink, coded);
     } else {
         kernels.gain(y, dim,
                      {.sigma = side.tables.sigma.data(),
@@ -112,8 +114,51 @@ EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* pa
             write_info(side.info, coded.scale, 1, page, keep, kept);
             break;
         case SideInfo::none:
+        case SideInfo::channels:
             CRUMB_ASSERT(false);
     }
+    return counts;
+}
+
+// Centred and mapped, token by token.
+MappedRows mapped_rows(const Kernels& kernels, const SideTables& tables, std::span<const bf16> rows, int keep,
+                       uint64_t& nonfinite) {
+    const size_t dim = size_t(tables.format.dim), tokens = rows.size() / dim;
+    const float* mean = tables.mean.empty() ? nullptr : tables.mean.data();
+    MappedRows result = {std::vector<float>(rows.size()), std::vector<uint8_t>(tokens)};
+    Tile x, y;
+    for (size_t first = 0; first < tokens; first += kPageTokens) {
+        const int kept = std::clamp(keep - int(first), 0, kPageTokens);
+        nonfinite += kernels.load(rows.data() + first * dim, int(dim), mean, kept, x);
+        if (!tables.encode.empty()) {
+            kernels.map(x, int(dim), tables.encode.data(), y);
+        }
+        const Tile& mapped = tables.encode.empty() ? x : y;
+        for (size_t t = 0; t < kPageTokens; ++t) {
+            for (size_t j = 0; j < dim; ++j) {
+                const float value = mapped.at[j][t];
+                result.saturated[first + t] |= std::fabs(value) > lanes::kLargestMapped;
+                result.y[(first + t) * dim + j] = std::clamp(value, -lanes::kLargestMapped, lanes::kLargestMapped);
+            }
+        }
+    }
+    return result;
+}
+
+EncodeCounts encode_group_page(const Kernels& kernels, const Recipe& recipe, const PageFormat& format,
+                               const HeadTables& tables, std::span<const bf16> k, std::span<const bf16> v,
+                               std::byte* page, int keep, const std::byte* kept, const float* layer_norms) {
+    EncodeCounts counts = {.rows = 2 * uint64_t(format.tokens - keep)};
+    std::vector<uint16_t> outliers;
+    // Both sides are read before one is written: `kept` may be `page`.
+    std::vector<std::byte> result(format.bytes());
+    counts.saturated += encode_groups(recipe.k, key_side(format, tables.k),
+                                      mapped_rows(kernels, tables.k, k, keep, counts.nonfinite), keep, kept, layer_norms,
+                                      true, outliers, result.data());
+    counts.saturated += encode_groups(recipe.v, value_side(format, tables.v),
+                                      mapped_rows(kernels, tables.v, v, keep, counts.nonfinite), keep, kept, nullptr,
+                                      false, outliers, result.data());
+    std::ranges::copy(result, page);
     return counts;
 }
 
@@ -140,13 +185,18 @@ EncodeCounts& EncodeCounts::operator+=(const EncodeCounts& other) {
 
 EncodeCounts encode_page(const Kernels& kernels, const Recipe& recipe, const PageFormat& format,
                          const HeadTables& tables, std::span<const bf16> k, std::span<const bf16> v, std::byte* page,
-                         int keep, const std::byte* kept) {
-    CRUMB_ASSERT(keep >= 0 && keep <= kPageTokens && (keep == 0 || kept));
+                         int keep, const std::byte* kept, const float* layer_norms) {
+    CRUMB_ASSERT(keep >= 0 && keep <= format.tokens && (keep == 0 || kept));
     if (!format.coded()) {
         copy_rows(format, k, v, page, keep, kept);
         return {.rows = 2 * uint64_t(kPageTokens - keep)};
     }
     CRUMB_ASSERT(tables.k.format == format.k && tables.v.format == format.v);
+    if (!format.planar()) {
+        CRUMB_ASSERT(k.size() == size_t(format.tokens * format.k.dim));
+        CRUMB_ASSERT(v.size() == size_t(format.tokens * format.v.dim));
+        return encode_group_page(kernels, recipe, format, tables, k, v, page, keep, kept, layer_norms);
+    }
     const Side key = {recipe.k,          tables.k,          k,         format.key_codes(),
                       format.key_info(), format.key_mean(), pack_keys, unpack_keys};
     const Side value = {recipe.v,    tables.v,     v, format.value_codes(), format.value_info(), format.value_mean(),
@@ -158,8 +208,21 @@ EncodeCounts encode_page(const Kernels& kernels, const Recipe& recipe, const Pag
 
 EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const HeadTables& tables,
                          std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep,
-                         const std::byte* kept) {
-    return encode_page(lanes::best(), recipe, format, tables, k, v, page, keep, kept);
+                         const std::byte* kept, const float* layer_norms) {
+    return encode_page(lanes::best(), recipe, format, tables, k, v, page, keep, kept, layer_norms);
+}
+
+void add_key_energy(const SideTables& tables, std::span<const bf16> k, std::span<float> energy) {
+    const size_t dim = size_t(tables.format.dim);
+    const std::vector<float> none(dim);
+    const std::vector<float>& mean = tables.mean.empty() ? none : tables.mean;
+    for (size_t t = 0; t < energy.size(); ++t) {
+        for (size_t i = 0; i < dim; ++i) {
+            const float x = to_float(k[t * dim + i]);
+            const float finite = std::isnan(x) ? 0.0f : std::clamp(x, -lanes::kLargestMapped, lanes::kLargestMapped);
+            energy[t] += (finite - mean[i]) * (finite - mean[i]);
+        }
+    }
 }
 
 }  // namespace crumb

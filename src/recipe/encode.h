@@ -9,6 +9,6 @@ namespace crumb {
 
 EncodeCounts encode_page(const lanes::Kernels& kernels, const Recipe& recipe, const PageFormat& format,
                          const HeadTables& tables, std::span<const bf16> k, std::span<const bf16> v, std::byte* page,
-                         int keep, const std::byte* kept);
+                         int keep, const std::byte* kept, const float* layer_norms = nullptr);
 
 }  // namespace crumb

@@ -1,7 +1,8 @@
 // Static tables of a layer, from the recipe and, for what was learned, the artefact.
 //
 // Planes are digit-major: the low digits of all directions that have one, then the second digits, then the third;
-// padding comes last. With P = D planes the low digits alone are the page of a 2-bit recipe.
+// padding comes last. With P = D planes the low digits alone are the page of a 2-bit recipe. Codes of 3 bits are a low
+// digit and half of a digit that two neighbours share.
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 #include <crumb/recipe.h>
@@ -13,6 +14,34 @@
 namespace crumb {
 
 namespace {
+
+// Levels of the best quantiser of a normal variable of variance 1 (Max, 1960), the upper half.
+std::span<const float> gaussian_levels(int bits) {
+    static constexpr float two[] = {0.4528f, 1.5104f}, three[] = {0.2451f, 0.7560f, 1.3439f, 2.1520f},
+                           four[] = {0.1284f, 0.3881f, 0.6568f, 0.9424f, 1.2562f, 1.6181f, 2.0690f, 2.7326f};
+    switch (bits) {
+        case 2:
+            return two;
+        case 3:
+            return three;
+        case 4:
+            return four;
+    }
+    CRUMB_ASSERT(false);
+}
+
+// Hadamard after a random sign a channel: bits of a multiplicative congruential sequence, the same for every head.
+std::vector<float> signed_hadamard(int dim) {
+    std::vector<float> matrix = hadamard(dim);
+    uint64_t state = 1;
+    for (int i = 0; i < dim; ++i) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        for (int j = 0; j < dim && state >> 63 == 1; ++j) {
+            matrix[size_t(i) * dim + j] = -matrix[size_t(i) * dim + j];
+        }
+    }
+    return matrix;
+}
 
 // The matrix of one head, which must be there and fit the model.
 std::span<const float> head_of(const Matrices& matrices, const char* what, int layer, int head, int n_head_kv,
@@ -44,11 +73,20 @@ void assign_planes(SideTables& tables) {
     }
 }
 
+void share_third_bits(SideTables& tables) {
+    const int dim = tables.format.dim;
+    for (int direction = 0; direction < dim; direction += 2) {
+        const size_t plane = size_t(dim + direction / 2);
+        tables.direction[plane] = uint16_t(direction);
+        tables.digit[plane] = kSharedDigit;
+    }
+}
+
 void fill_decode(SideTables& tables, std::span<const double> rows) {
     const size_t dim = size_t(tables.format.dim), planes = size_t(tables.format.planes);
     tables.decode.assign(planes * dim, 0.0f);
     for (size_t p = 0; p < planes; ++p) {
-        if (tables.direction[p] == kNoDirection) {
+        if (tables.direction[p] == kNoDirection || tables.digit[p] == kSharedDigit) {
             continue;
         }
         const size_t direction = tables.direction[p];
@@ -98,6 +136,9 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
         case Map::hadamard:
             tables.encode = hadamard(dim);
             break;
+        case Map::signed_hadamard:
+            tables.encode = signed_hadamard(dim);
+            break;
         case Map::rotation:
             tables.encode.assign(rotation.begin(), rotation.end());
             break;
@@ -108,6 +149,13 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
     if (recipe.quantiser == Quantiser::gain) {
         tables.sigma.assign(dim, 1.0f);
         tables.step.assign(dim, float(kGaussian[recipe.bits / 2].step));
+    }
+    if (format.lookup) {
+        const std::span<const float> upper = gaussian_levels(recipe.bits);
+        tables.levels.assign(upper.begin(), upper.end());
+        for (const float level : upper) {
+            tables.levels.insert(tables.levels.begin(), -level);
+        }
     }
     CRUMB_ASSERT(!format.mean);  // no artefact carries the static steps of page means
     finish_tables(tables, transpose(tables));
@@ -143,6 +191,9 @@ const PlanesSide& fitting(const PlanesSide& side, const char* what, const CodedL
 
 void finish_tables(SideTables& tables, std::span<const double> inverse) {
     assign_planes(tables);
+    if (tables.levels.size() == 8) {
+        share_third_bits(tables);
+    }
     fill_decode(tables, inverse);
 }
 

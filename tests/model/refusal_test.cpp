@@ -23,6 +23,14 @@ TEST(Refusal, NamesTheRemedy) {
     auto needless = kv("quarot:paper");
     needless.artefact = "/nonexistent/artefact.safetensors";
     EXPECT_THAT(refusal(model.get(), needless), testing::HasSubstr("needs no artefact"));
+    auto slow = kv("kivi32");
+    EXPECT_THAT(refusal(model.get(), slow), testing::HasSubstr("--kv-allow-slow"));
+    slow.allow_slow = true;
+    EXPECT_EQ(refusal(model.get(), slow), "");
+    auto narrow = kv("kivi128");
+    narrow.allow_slow = true;
+    narrow.recent = 10;
+    EXPECT_THAT(refusal(model.get(), narrow), testing::HasSubstr("--kv-recent"));
     use_kv(kv("quarot:paper"));
     auto params = llama_context_default_params();
     params.type_k = GGML_TYPE_Q8_0;

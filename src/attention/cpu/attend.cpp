@@ -11,6 +11,7 @@
 
 #include "attention/alibi.h"
 #include "attention/cpu/kernel.h"
+#include "attention/decoded.h"
 
 namespace crumb {
 
@@ -125,6 +126,7 @@ struct AttentionWork::State {
     Arena partials;                               // of split tiles: [tile][KV head][range][query vector]
     std::vector<std::atomic<uint32_t>> finished;  // ranges, [tile][KV head]; 0 again after the merge
     std::atomic<int> left = 0;                    // threads that found no more work
+    std::atomic<uint32_t> decoded = 0;            // task of attend_decoded()
 };
 
 AttentionWork::AttentionWork() : state_(std::make_unique<State>()) {}
@@ -140,6 +142,11 @@ void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv
         rows = std::max<size_t>(rows, tile.n_rows);
     }
     s.threads.resize(std::max(s.threads.size(), size_t(max_threads)));
+    s.decoded = 0;
+    if (!format.planar()) {
+        s.left = 0;
+        return;
+    }
     Scratch layout;
     for (Arena& arena : s.threads) {
         arena.grow(place(layout, nullptr, rows * (n_head / n_head_kv), format));
@@ -289,6 +296,14 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
     AttentionWork::State& s = work.state();
     CRUMB_ASSERT(0 <= thread && thread < n_threads && size_t(n_threads) <= s.threads.size());
     CRUMB_ASSERT(!layer.format.coded() || layer.tables.size() == size_t(layer.n_head_kv));
+    if (!layer.format.planar()) {
+        attend_decoded(layer, plan, sequences, io, s.decoded);
+        if (s.left.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
+            s.left.store(0, std::memory_order_relaxed);
+            s.decoded.store(0, std::memory_order_relaxed);
+        }
+        return;
+    }
     CRUMB_ASSERT(!layer.format.coded() || (layer.maps && layer.maps->heads.size() == size_t(layer.n_head_kv)));
     Worker worker(kernel_of(isa), layer, plan, sequences, io, s, thread);
     const auto tiles = plan.tiles();

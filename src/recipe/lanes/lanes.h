@@ -51,7 +51,7 @@ struct Kernels {
     // y_j = sum over i ascending of fma(x_i, matrix[i][j]).
     void (*map)(const Tile& x, int dim, const float* matrix, Tile& y);
     // Codes and side info. `clipped`: the clip threshold is the clipped-th largest |y|, 1 for no clip.
-    void (*minmax)(Tile& y, int dim, int bits, int clipped, Coded& __restrict out);
+    void (*minmax)(Tile& y, int dim, int bits, int clipped, float shrink, Coded& __restrict out);
     void (*gain)(Tile& y, int dim, const GainTables& tables, Coded& __restrict out);
 };
 
@@ -67,7 +67,7 @@ extern const Kernels kernels;
 
 #ifdef CRUMB_LEVEL
 namespace CRUMB_LEVEL {
-void minmax(Tile& y, int dim, int bits, int clipped, Coded& __restrict out);
+void minmax(Tile& y, int dim, int bits, int clipped, float shrink, Coded& __restrict out);
 void gain(Tile& y, int dim, const GainTables& tables, Coded& __restrict out);
 
 // Clamps mapped values to the range of FP16 and notes the tokens that had others.

@@ -1,4 +1,4 @@
-// The min/max quantiser. Of a token's mapped values, after the clip: scale = FP16 of (max - min) / (n - 1), zero = FP16
+// The min/max quantiser. Of a token's mapped values, after the clip, with both ends of the range shrunk: scale = FP16 of (max - min) / (n - 1), zero = FP16
 // of the middle of the code range min + scale (n - 1) / 2, with the rounded scale, and code = floor((y - zero) / scale
 // + n / 2) within 0 .. n - 1, n = 2^bits. So a code reads as zero + scale (code - (n - 1) / 2).
 #include "recipe/lanes/lanes.h"
@@ -38,7 +38,7 @@ void order_statistic(const Tile& y, int dim, int rank, float* threshold) {
 
 }  // namespace
 
-void minmax(Tile& y, int dim, int bits, int clipped, Coded& __restrict out) {
+void minmax(Tile& y, int dim, int bits, int clipped, float shrink, Coded& __restrict out) {
     clamp_mapped(y, dim, out.saturated);
 
     float threshold[kLanes];
@@ -60,6 +60,7 @@ void minmax(Tile& y, int dim, int bits, int clipped, Coded& __restrict out) {
     const int levels = 1 << bits;
     float scale[kLanes], zero[kLanes];
     for (int t = 0; t < kLanes; ++t) {
+        low[t] *= shrink, high[t] *= shrink;
         const fp16 s = to_fp16(larger((high[t] - low[t]) / float(levels - 1), kTiny));
         scale[t] = to_float(s);
         const fp16 z = to_fp16(low[t] + scale[t] * (0.5f * float(levels - 1)));
