@@ -17,7 +17,7 @@ struct CalibrationOptions {
     RotationMethod method;
     std::string metric = "none";  // what `planes` weighs errors with: none, local, gradient
     uint64_t seed = 0;            // of gradient: whose labels are drawn
-    double clip = 0;              // of gradient: see GradientOptions
+    double clip = 3;              // of gradient: see GradientOptions
     std::filesystem::path checkpoint;  // of gradient; empty: the output with .gradient behind it
     int tokens = 32768;  // to read, of all texts together; means need some thousands, rotations little more
     int window = 4096;   // tokens of a window: each begins a new sequence

@@ -169,16 +169,19 @@ double WindowGradient::run(Compute& compute, std::span<const llama_token> tokens
 
 namespace {
 
-// sum[d][d] += g^T g over the far rows of one head, rows of more than `clip` median lengths made that long.
+// sum[d][d] = sum of g^T g over the far rows of one head, rows of more than `clip` median lengths made that long and the
+// whole scaled to the trace it has without that: a few rows then decide how much this head matters, but not which way.
 void add_rows(const float* g, int dim, int first, int end, double clip, std::vector<double>& sum) {
     sum.resize(size_t(dim) * dim);
     std::vector<double> lengths;
+    double trace = 0, clipped = 0;
     for (int j = first; j < end; ++j) {
         double square = 0;
         for (int i = 0; i < dim; ++i) {
             square += double(g[size_t(j) * dim + i]) * g[size_t(j) * dim + i];
         }
         lengths.push_back(std::sqrt(square));
+        trace += lengths.back() * lengths.back();
     }
     double longest = INFINITY;
     if (clip > 0) {
@@ -192,11 +195,13 @@ void add_rows(const float* g, int dim, int first, int end, double clip, std::vec
         for (int i = 0; i < dim; ++i) {
             rows[size_t(j - first) * dim + i] = scale * g[size_t(j) * dim + i];
         }
+        clipped += scale * length * scale * length;
     }
     add_gram(rows.data(), end - first, dim, sum.data());
+    const double factor = clipped < trace && clipped > 0 ? trace / clipped : 1.0;
     for (int i = 0; i < dim; ++i) {
-        for (int j = 0; j < i; ++j) {
-            sum[size_t(i) * dim + j] = sum[size_t(j) * dim + i];
+        for (int j = i; j < dim; ++j) {
+            sum[size_t(j) * dim + i] = sum[size_t(i) * dim + j] *= factor;
         }
     }
 }

@@ -68,7 +68,12 @@ class WindowGradient {
 struct GradientOptions {
     FarRule rule;  // what the cache will keep exact
     uint64_t seed = 0;
-    double clip = 0;  // rows' gradients longer than this times their median length are shortened to it; 0: none
+    // Gradients of rows that are longer than this times their median length in a head are shortened to it, and the
+    // head's sum is scaled to what its trace was without that; 0: none. On held-out text (SmolLM2, 2 windows of 1024
+    // against 2 others, both ways) the loss that planes predicts at 2 bits is, without, with 10, 3, 1: at equal budgets
+    // 18.4 18.6 17.1 16.3, with one budget over the model 8.5 5.3 4.9 4.8 of what the other text's own metric reaches at
+    // equal budgets. Clipped without the scaling, layers lose their measure: 22 with one budget.
+    double clip = 3;
     int n_threads = 1;
     std::filesystem::path checkpoint;  // empty: none is written
     std::string model_hash;            // what the checkpoint belongs to
