@@ -190,8 +190,8 @@ void require_memory(const CacheBytes& bytes, const CacheConfig& config) {
 
 void refuse_slow(const Recipe& recipe, const KvOptions& options) {
     if (recipe.slow() && !options.allow_slow) {
-        fail("--kv {} has no fast attention: its pages are decoded for every query, prompts run at a fraction of the speed and "
-             "tokens at a tenth. Add --kv-allow-slow to run it all the same, for example to compare it",
+        fail("--kv {} has no fast attention: its pages are decoded for every query, and attention over them takes some 14 times as "
+             "long in a prompt and 50 times as long for a token. Add --kv-allow-slow to run it all the same, for example to compare it",
              label(recipe));
     }
 }

@@ -1,6 +1,7 @@
-// Decoding a page costs about as much as 16 query vectors over it, so prompts run at some half the speed of the kernels
-// and single tokens at a tenth. Products are done twice over the same code, for AVX-512, AVX2 and what every machine has:
-// sums run over directions or tokens in ascending order within a lane, so all give the same bits.
+// Decoding a page costs about as much as 48 query vectors over it. A row over 2,048 tokens (9 query and 3 KV heads of 64
+// channels, AVX-512, one thread) takes 3.5 ms alone and 0.41 ms in a prompt, where the kernels take 0.07 and 0.03 ms.
+// Products are compiled for AVX-512, AVX2 and what every machine has: sums run over directions or tokens in ascending
+// order within a lane, so all give the same bits.
 #include "attention/decoded.h"
 
 #include <crumb/error.h>
