@@ -45,6 +45,8 @@ struct Scenario {
     int tokens = 700;
     int tokens_total = 0;  // 0: room for all sequences
     int step = 150;
+    ReuseRule reuse = ReuseRule::exact;
+    int spare_windows = 0;
 };
 
 // Two coded layers of different shape, one that stores nothing, and a sliding-window layer if there is a window.
@@ -73,6 +75,8 @@ inline CacheConfig config_of(const Scenario& scenario) {
     config.tokens_per_sequence = scenario.tokens;
     config.tokens_total = scenario.tokens_total > 0 ? scenario.tokens_total : scenario.tokens * scenario.n_sequences;
     config.max_step_tokens = scenario.step;
+    config.reuse = scenario.reuse;
+    config.spare_windows = scenario.spare_windows;
     config.artefact_hash = "none";
     config.model_hash = "0123456789abcdef";
     return config;
@@ -86,7 +90,7 @@ struct StepToken {
 inline std::vector<Append> appends_of(const std::vector<StepToken>& tokens) {
     std::vector<Append> appends;
     for (const StepToken& t : tokens) {
-        appends.push_back({t.sequence, uint32_t(appends.size())});
+        appends.push_back({t.sequence, uint32_t(appends.size()), true, int32_t(t.token)});
     }
     return appends;
 }
@@ -281,6 +285,38 @@ class Model {
         sequences[to] = sequences[from];
         settle(sequences[to]);
         crop(sequences[to], n);
+    }
+
+    // A sequence that begins with these tokens as if they had been computed just now; aged: without the rows of its window.
+    void start(uint32_t sequence, const std::vector<Token>& tokens, bool aged) {
+        ModelSequence& s = sequences[sequence];
+        s = {};
+        s.tokens = tokens;
+        s.lost.resize(tokens.size());
+        encode_due();
+        if (aged) {
+            for (int b = config_.sink / page_tokens(); b < s.length() / page_tokens(); b++) {
+                if (!s.blocks.contains(b)) {
+                    s.blocks[b] = encode(s, b, nullptr);
+                }
+            }
+            for (int j = 64 * sink_blocks(); j < s.length(); j++) {
+                s.lost[j] = true;
+            }
+            this->aged += uint64_t(s.length() - std::max(coded_edge(s.length(), config_.recent), config_.sink));
+        }
+        trim(s);
+        settle(s);
+    }
+
+    // Whether the next token of the first n would find its window whole.
+    bool whole_window(const ModelSequence& s, int n) const {
+        for (int j = std::max(coded_edge(n, config_.recent), config_.sink); j < n; j++) {
+            if (s.lost[j]) {
+                return false;
+            }
+        }
+        return true;
     }
 
     // Where codes end for a query whose rule sees `newest` as the last token.

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
+#include <algorithm>
 #include <set>
 
 using namespace crumb;
@@ -23,6 +24,7 @@ enum class Kind {
     checkpoint,
     rewind,
     abandon,
+    reuse,
     last
 };
 
@@ -34,14 +36,15 @@ struct Op {
 
 std::ostream& operator<<(std::ostream& out, const Op& op) {
     static const char* const names[] = {"append", "append_many",  "crop",       "crop_little", "fork",
-                                        "clear",  "save_restore", "checkpoint", "rewind",      "abandon"};
+                                        "clear",  "save_restore", "checkpoint", "rewind",      "abandon", "reuse"};
     return out << names[int(op.kind)] << "(" << op.a << ", " << op.b << ", " << op.amount << ")";
 }
 
 rc::Gen<Op> any_op(int n_sequences) {
     using namespace rc;
     const auto kind =
-        gen::weightedOneOf<Kind>({{6, gen::just(Kind::append)},
+        gen::weightedOneOf<Kind>({{4, gen::just(Kind::reuse)},
+                                  {6, gen::just(Kind::append)},
                                   {6, gen::just(Kind::append_many)},
                                   {6, gen::map(gen::inRange(0, int(Kind::last)), [](int k) { return Kind(k); })}});
     return gen::construct<Op>(kind, gen::inRange<uint32_t>(0, n_sequences), gen::inRange<uint32_t>(0, n_sequences),
@@ -85,6 +88,9 @@ class Trace {
                 break;
             case Kind::abandon:
                 abandon(op.a, 1 + op.amount % 100, op.amount);
+                break;
+            case Kind::reuse:
+                reuse(op.a, op.b, op.amount);
                 break;
             case Kind::last:
                 break;
@@ -242,6 +248,44 @@ class Trace {
         }
     }
 
+    // A prompt that begins as some text that was seen before and goes on otherwise.
+    void reuse(uint32_t sequence, uint32_t like, int amount) {
+        for (const ModelSequence& s : model_.sequences) {
+            texts_.push_back(s.tokens);
+        }
+        const std::vector<Token>& text =
+            amount % 3 == 0 ? texts_[size_t(amount) % texts_.size()] : model_.sequences[like].tokens;
+        std::vector<Token> prompt(text.begin(), text.begin() + long(text.size()) * (amount % 8 + 1) / 8);
+        for (int i = 0; i < 1 + amount % 300; i++) {
+            prompt.push_back(next_token_++);
+        }
+        const std::vector<int32_t> ids(prompt.begin(), prompt.end());
+        ModelSequence& s = model_.sequences[sequence];
+        const int most = std::min(int(prompt.size()), scenario_.tokens) - 1;
+        int own = std::min(most, int(std::ranges::mismatch(prompt, s.tokens).in1 - prompt.begin()));
+        if (own < s.length() && !model_.whole_window(s, own)) {
+            own = scenario_.reuse == ReuseRule::codes
+                      ? std::min(own, std::max(0, int(prompt.size()) - scenario_.recent))
+                      : 0;
+        }
+        if (own < model_.lowest_crop(s)) {
+            own = 0;
+        }
+        const int length = cache_.reuse(sequence, ids, 1 << 20);
+        RC_ASSERT(length >= own && length <= std::max(0, most));
+        if (length <= own) {
+            model_.crop(s, length);
+            return;
+        }
+        RC_ASSERT(length % 64 == 0);
+        
+        const bool aged = length > 64 * model_.sink_blocks() &&
+                          cache_.views(0)[sequence].exact.ids[length / 64 - 1] == kNoBlock && scenario_.recent > 0;
+        RC_ASSERT(!aged || (scenario_.reuse == ReuseRule::codes && scenario_.window == 0 &&
+                            length <= int(prompt.size()) - scenario_.recent));
+        model_.start(sequence, {prompt.begin(), prompt.begin() + length}, aged);
+    }
+
     ModelSequence trimmed(ModelSequence s) const {
         model_.trim(s);
         model_.settle(s);
@@ -321,6 +365,7 @@ class Trace {
     Model model_;
     Token next_token_ = 0;
     std::map<uint32_t, std::pair<Bytes, ModelSequence>> checkpoints_;
+    std::vector<std::vector<Token>> texts_;
 };
 
 rc::Gen<Scenario> any_scenario() {
@@ -332,6 +377,8 @@ rc::Gen<Scenario> any_scenario() {
                                 gen::set(&Scenario::recent, gen::element(0, 1, 63, 64, 256)),
                                 gen::set(&Scenario::window, gen::element(0, 16, 100, 200)),
                                 gen::set(&Scenario::prefill, gen::element(PrefillRule::position, PrefillRule::exact)),
+                                gen::set(&Scenario::reuse, gen::element(ReuseRule::exact, ReuseRule::codes)),
+                                gen::set(&Scenario::spare_windows, gen::element(0, 2)),
                                 gen::set(&Scenario::tokens_total, gen::element(0, 900)));
 }
 

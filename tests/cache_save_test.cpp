@@ -28,9 +28,10 @@ CacheConfig small(int tokens = 256) {
 constexpr size_t kExtent = 16, kChecksum = 8;
 
 // Where the extent of a state of `small` lies: the rest is one coded and `bf16_blocks` BF16 records with checksums.
-size_t extent_at(const Bytes& state, int bf16_blocks) {
+size_t extent_at(const Bytes& state, int bf16_blocks, int n_tokens) {
     const size_t coded = page_format(find_recipe("had2"), 32, 32).bytes(), exact = bf16_format(32, 32).bytes();
-    return state.size() - (coded + kChecksum) - bf16_blocks * (exact + kChecksum) - kChecksum - kExtent;
+    const size_t tokens = size_t(1 + n_tokens) * sizeof(int32_t);
+    return state.size() - (coded + kChecksum) - bf16_blocks * (exact + kChecksum) - (tokens + kChecksum) - kChecksum - kExtent;
 }
 
 Bytes with_extent(Bytes state, size_t at, const int32_t (&extent)[4]) {
@@ -224,7 +225,7 @@ TEST(Save, HostilePositionsAreRefused) {
     Cache cache(small());
     ASSERT_TRUE(step(cache, run_of(0, 0, 70)));
     const Bytes state = save(cache, 0);
-    const size_t at = extent_at(state, 3);
+    const size_t at = extent_at(state, 3, 70);
     ASSERT_EQ(with_extent(state, at, {70, 64, 64, 0}), state);
     const int32_t values[] = {-1,  0,   1,   32,  63,  64,      65,        70,       100,
                               127, 128, 192, 256, 257, 1 << 20, INT32_MAX, INT32_MIN};

@@ -17,6 +17,9 @@
 // Forked sequences share blocks by reference count; who writes to a shared block first gets a copy. A crop by a few tokens
 // loses nothing. A deeper one moves the window back over tokens that exist only as codes ("aged early"): they are read
 // through their codes, counted, and keep them when their block is demoted again, so that codes never drift.
+//
+// Blocks of sequences that reuse() was called for are found again by the tokens up to them, also after their sequence is
+// gone and as long as nobody needs their place. So sequences that begin with the same tokens share what is the same.
 #pragma once
 
 #include <crumb/attention.h>
@@ -33,6 +36,12 @@ namespace crumb {
 enum class PrefillRule : uint8_t {
     position,  // what a query sees depends on positions alone
     exact,     // the papers': tokens of the same chunk, and the window of the chunk's first token, are exact
+};
+
+// From where a sequence may begin that shares tokens with others.
+enum class ReuseRule : uint8_t {
+    exact,  // where codes and the exact rows of the window are there: what follows is what a cold sequence computes
+    codes,  // also where the window is known through its codes only, if `recent` tokens are left to compute
 };
 
 // edge(t) of the position rule.
@@ -57,7 +66,10 @@ struct CacheConfig {
     int n_sequences = 1;
     int64_t tokens_per_sequence = 0;  // the longest that one sequence can become
     int64_t tokens_total = 0;         // of all sequences together; at least tokens_per_sequence
+    size_t memory = 0;                // bytes of all pools; 0: what tokens_total asks for
     int max_step_tokens = 512;        // appends of one step (ubatch)
+    ReuseRule reuse = ReuseRule::exact;
+    int spare_windows = 0;            // windows of prefixes that may be kept beside those of sequences
     std::string artefact_hash;        // part of the identity of saved states
     std::string model_hash;
 };
@@ -73,6 +85,7 @@ struct CacheBytes {
     size_t exact = 0;   // sinks and recent windows
     size_t window = 0;  // sliding-window layers
     size_t total() const { return coded + exact + window; }
+    int64_t tokens = 0;               // capacity: of all sequences together
     size_t bf16_equivalent = 0;       // 16-bit K and V of the same capacity (sliding-window layers: their window)
     double bits_per_element = 0;      // pages of coded layers, without windows
     double effective_bits = 0;        // total() over the elements of the capacity
@@ -88,6 +101,9 @@ struct CacheCounters {
     uint64_t blocks_total = 0;       // coded
     uint64_t exact_blocks_in_use = 0;   // now
     uint64_t window_blocks_in_use = 0;  // now
+    uint64_t kept_blocks = 0;    // now, coded, of no sequence: found by their tokens, evicted when their place is needed
+    uint64_t evicted_blocks = 0;  // coded
+    uint64_t found_tokens = 0;    // that a sequence began with by reuse() and did not have before
 };
 
 // A token of a step: it is appended to `sequence`, K and V rows are found by `token`.
@@ -95,6 +111,7 @@ struct Append {
     uint32_t sequence = 0;
     uint32_t token = 0;
     bool attends = true;  // false: stored, but no row of attention (a token of several sequences attends in one of them)
+    int32_t id = -1;      // what the token is, for reuse(); negative: not known, and nothing from here on is found again
 };
 
 // Rows of a step's K or V in one layer: row of head h of token i is at data + i * token_stride + h * head_stride.
@@ -118,6 +135,7 @@ public:
     CacheCounters counters() const;
 
     int32_t length(uint32_t sequence) const;
+    std::span<const int32_t> ids(uint32_t sequence) const;  // of its tokens, negative where they are not known
     // The lowest position to which the sequence can be cropped without losing a sliding window; 0 if there is none.
     int32_t lowest_crop(uint32_t sequence) const;
 
@@ -128,8 +146,30 @@ public:
     // Makes `to` a copy of the first `length` tokens of `from`; what `to` held is dropped. False as crop().
     bool fork(uint32_t from, uint32_t to, int32_t length);
 
+    // Makes the sequence hold the longest start of the tokens `ids` that can be had, its own first `own` tokens or named
+    // blocks, and at most all but one; returns its length. From then on its blocks are found by others, as long as it
+    // grows by tokens with ids and is not cropped to 0. `salt`: what else decides K and V (adapters); sequences of
+    // different salts share nothing. To be called between steps.
+    int32_t reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t own, uint64_t salt = 0);
+
+    // Says that this prompt will be given to the sequence: what others compute until then is kept for it where they part.
+    // Forgotten with reuse(), and by announcing nothing.
+    void announce(uint32_t sequence, std::span<const int32_t> ids);
+
     // Whether these tokens can be appended, in one step or in several: lengths and free blocks. Nothing changes.
     bool fits(std::span<const Append> appends) const;
+
+    // Room for sequences of which not all can become their longest at once. capacity(): tokens of all sequences
+    // together. room(): the length that this one can be promised now, if it may give up what only it holds. promise():
+    // false, and nothing is promised, if `tokens` are more; otherwise it can become that long whatever the others do that
+    // keep to has_room(). has_room(): whether this one can grow by `tokens` and every promise can still be kept.
+    int64_t capacity() const;
+    int64_t room(uint32_t sequence) const;
+    // longest_promise(): what could be promised if there were no other sequences.
+    bool promise(uint32_t sequence, int64_t tokens);
+    int64_t longest_promise() const;
+    void end_promise(uint32_t sequence);
+    bool has_room(uint32_t sequence, int32_t tokens) const;
 
     // Begins a step: appends tokens, all or nothing (false: does not fit), and makes the step's plans. At most
     // max_step_tokens appends. Tokens of one sequence are in ascending order. `causal` false: rows see all tokens of

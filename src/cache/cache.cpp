@@ -2,6 +2,7 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include "cache/state.h"
@@ -19,11 +20,13 @@ void for_each_outside(BlockRange range, BlockRange other, auto use) {
     }
 }
 
+// The last block goes first, so of blocks that are kept those are evicted first on which no others follow.
 void move(Pool& pool, std::vector<uint32_t>& ids, BlockRange from, BlockRange to) {
-    for_each_outside(from, to, [&](int32_t b) {
-        pool.release(ids[b]);
-        ids[b] = kNoBlock;
-    });
+    std::vector<int32_t> released;
+    for_each_outside(from, to, [&](int32_t b) { released.push_back(b); });
+    for (const int32_t b : std::views::reverse(released)) {
+        pool.release(std::exchange(ids[b], kNoBlock));
+    }
     for_each_outside(to, from, [&](int32_t b) {
         CRUMB_ASSERT(ids[b] == kNoBlock);
         ids[b] = pool.take();
@@ -96,6 +99,10 @@ void Cache::State::reshape(Sequence& s, const Extent& to) {
     move(window, s.window, rules.windows(from), rules.windows(to));
 }
 
+int32_t Cache::State::lost(const Extent& e) const {
+    return std::max(0, std::min(e.exact_begin, e.length) - std::max(rules.edge(e.length), rules.sink));
+}
+
 void Cache::State::settle(Sequence& s) {
     if (s.source != kNoBlock) {
         coded.release(std::exchange(s.source, kNoBlock));
@@ -123,6 +130,10 @@ void Cache::State::crop(Sequence& s, int32_t length) {
     counters.aged_early_tokens += uint64_t(std::max(0, aged_end - aged_begin));
     reshape(s, next);
     settle(s);
+    s.prefix.crop(length, rules.page);
+    if (lost(next) > 0) {
+        s.prefix.clean = std::min(s.prefix.clean, length);
+    }
     // A block of codes that the crop went through has BF16 rows again: later tokens fill the upper ones, nothing reads
     // the lower ones, but they must not be what somebody else left there.
     const int32_t block = next.exact_begin / kPageTokens;
@@ -154,10 +165,14 @@ CacheCounters Cache::counters() const {
     counters.blocks_total = counters.blocks_in_use + state_->coded.available();
     counters.exact_blocks_in_use = state_->exact.in_use();
     counters.window_blocks_in_use = state_->window.in_use();
+    counters.kept_blocks = state_->coded.kept();
+    counters.evicted_blocks = state_->coded.evicted();
     return counters;
 }
 
 int32_t Cache::length(uint32_t sequence) const { return state_->at(sequence).extent.length; }
+
+std::span<const int32_t> Cache::ids(uint32_t sequence) const { return state_->at(sequence).prefix.ids; }
 
 int32_t Cache::lowest_crop(uint32_t sequence) const { return state_->rules.lowest_crop(state_->at(sequence).extent); }
 
@@ -187,6 +202,7 @@ bool Cache::fork(uint32_t from, uint32_t to, int32_t length) {
     share(state.exact, source.exact, copy.exact);
     share(state.window, source.window, copy.window);
     copy.extent = copy.before = source.extent;
+    copy.prefix = source.prefix;
     state.crop(copy, length);
     return true;
 }

@@ -17,7 +17,12 @@ size_t PoolShape::block_bytes() const {
 }
 
 Pool::Pool(PoolShape shape)
-    : shape_(std::move(shape)), slabs_(shape_.slabs.size()), free_(shape_.n_blocks), references_(shape_.n_blocks) {
+    : shape_(std::move(shape)),
+      slabs_(shape_.slabs.size()),
+      free_(shape_.n_blocks),
+      references_(shape_.n_blocks),
+      names_(shape_.n_blocks),
+      places_(shape_.n_blocks) {
     for (size_t i = 0; i < free_.size(); i++) {
         free_[i] = uint32_t(free_.size() - 1 - i);
     }
@@ -42,28 +47,68 @@ Pool::Pool(PoolShape shape)
 }
 
 uint32_t Pool::take() {
-    CRUMB_ASSERT(!free_.empty());
-    const uint32_t id = free_.back();
-    free_.pop_back();
+    CRUMB_ASSERT(available() > 0);
+    uint32_t id = kNoBlock;
+    if (!free_.empty()) {
+        id = free_.back();
+        free_.pop_back();
+    } else {
+        id = kept_.front();
+        kept_.pop_front();
+        evicted_++;
+        forget(id);
+    }
     references_[id] = 1;
     return id;
 }
 
 void Pool::hold(uint32_t id) {
-    CRUMB_ASSERT(id < references_.size() && references_[id] > 0);
-    if (++references_[id] == 2) {
+    CRUMB_ASSERT(id < references_.size() && (references_[id] > 0 || is_named(id)));
+    references_[id]++;
+    if (references_[id] == 1) {
+        kept_.erase(places_[id]);
+    } else if (references_[id] == 2) {
         shared_++;
     }
 }
 
 void Pool::release(uint32_t id) {
     CRUMB_ASSERT(id < references_.size() && references_[id] > 0);
-    if (--references_[id] == 1) {
+    references_[id]--;
+    if (references_[id] == 1) {
         shared_--;
-    }
-    if (references_[id] == 0) {
+    } else if (references_[id] == 0 && is_named(id)) {
+        places_[id] = kept_.insert(kept_.end(), id);
+    } else if (references_[id] == 0) {
         free_.push_back(id);
     }
+}
+
+void Pool::name(uint32_t id, const BlockName& name) {
+    CRUMB_ASSERT(is_used(id) && !is_named(id));
+    CRUMB_ASSERT(found_.emplace(name, id).second);
+    names_[id] = name;
+}
+
+void Pool::forget(uint32_t id) {
+    if (is_named(id)) {
+        found_.erase(*names_[id]);
+        names_[id].reset();
+    }
+}
+
+uint32_t Pool::find(const BlockName& name) const {
+    const auto found = found_.find(name);
+    return found == found_.end() ? kNoBlock : found->second;
+}
+
+bool Pool::equal(uint32_t a, uint32_t b) const {
+    for (size_t layer = 0; layer < slabs_.size(); layer++) {
+        if (slabs_[layer] && std::memcmp(block(layer, a), block(layer, b), shape_.slabs[layer].stride()) != 0) {
+            return false;
+        }
+    }
+    return true;
 }
 
 void Pool::copy(uint32_t from, uint32_t to) {

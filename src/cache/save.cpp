@@ -3,6 +3,7 @@
 //   magic, version of this layout, version of the page format
 //   identity of configuration and model, as texts in a fixed order
 //   extent (extent.h)                                                checksum
+//   ids of the tokens, how many of them are clean (prefix.h)         checksum; not with the windows alone
 //   a record a block: coded, then exact, then window blocks          its bytes in all layers, checksum
 //
 // Integers are little endian; a checksum is the XXH3-64 of all bytes before it. Which blocks follow is computed from
@@ -26,7 +27,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint64_t kMagic = 0x514553424d555243;  // "CRUMBSEQ"
-constexpr uint32_t kStateVersion = 1;
+constexpr uint32_t kStateVersion = 2;
 constexpr uint32_t kLongestText = 256;
 
 struct Property {
@@ -162,6 +163,31 @@ Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
     }
     in.checksum("the header");
     return e;
+}
+
+// Salts mean something in one process only, so what was computed under one is nobody else's any more.
+void write_tokens(Writer& out, const Prefix& prefix, int32_t length) {
+    out.number(prefix.salt == uint64_t{0} ? std::min(prefix.clean, length) : 0);
+    out.bytes(prefix.ids.data(), prefix.ids.size() * sizeof(int32_t));
+    out.checksum();
+}
+
+Prefix read_tokens(Reader& in, int32_t length) {
+    Prefix prefix;
+    prefix.clean = in.number<int32_t>();
+    if (prefix.clean < 0 || prefix.clean > length) {
+        fail("a saved sequence is damaged: {} of its {} tokens are clean", prefix.clean, length);
+    }
+    prefix.ids.resize(length);
+    in.bytes(prefix.ids.data(), prefix.ids.size() * sizeof(int32_t));
+    in.checksum("the tokens");
+    if (prefix.clean > 0) {
+        prefix.salt = 0;
+    }
+    if (prefix.clean == length) {
+        prefix.clean = kAllClean;
+    }
+    return prefix;
 }
 
 // The blocks of one table that a state holds, in order. What they say about tokens from `end` on is of no account.
@@ -308,6 +334,9 @@ void Cache::save(uint32_t sequence, const Write& write, bool windows_only) const
     const Extent e = state.rules.trimmed(s.extent);
     Writer out(write);
     write_header(out, state.config, windows_only, e);
+    if (!windows_only) {
+        write_tokens(out, s.prefix, e.length);
+    }
     for (const Contents& part : contents(state, s, e, windows_only)) {
         for (const int32_t b : part.blocks) {
             write_block(out, state, part.pool, part.ids[b], part.end - b * part.tokens);
@@ -330,6 +359,10 @@ void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
     if (windows_only && e.length > s.extent.length) {
         fail("the saved windows belong to {} tokens, but the sequence has only {}", e.length, s.extent.length);
     }
+    Prefix prefix;
+    if (!windows_only) {
+        prefix = read_tokens(in, e.length);
+    }
     std::vector<Landing> landings;
     for (Contents& part : contents(state, s, e, windows_only)) {
         require_room(part.pool, part.blocks.size(), part.ids);
@@ -349,6 +382,7 @@ void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
     } else {
         state.crop(s, 0);
         s.extent = e;
+        s.prefix = std::move(prefix);
     }
     for (Landing& landing : landings) {
         landing.place();

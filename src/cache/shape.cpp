@@ -3,6 +3,7 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "cache/extent.h"
 
@@ -52,6 +53,38 @@ std::vector<CodedLayer> coded_layers(const CacheConfig& config) {
     return coded;
 }
 
+void add_slabs(CacheShape& shape, const CacheConfig& config) {
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (!layer.stores) {
+            continue;
+        }
+        const PageFormat exact = bf16_format(layer.dim_k, layer.dim_v);
+        check(exact);
+        if (is_window(layer)) {
+            shape.window.slabs[i] = {exact, layer.n_head_kv};
+        } else {
+            shape.exact.slabs[i] = {exact, layer.n_head_kv};
+            const PageFormat& coded = config.formats[i];
+            CRUMB_ASSERT(coded.k.dim == layer.dim_k && coded.v.dim == layer.dim_v);
+            shape.coded.slabs[i] = {coded, layer.n_head_kv};
+        }
+    }
+}
+
+// Coded blocks that fit into `memory` beside the windows. Less than a block a sequence is of no use.
+int64_t blocks_within(size_t memory, const CacheShape& shape, int64_t n_sequences, int page_tokens) {
+    const size_t windows = shape.exact.bytes() + shape.window.bytes(), block = shape.coded.block_bytes();
+    const auto mib = [](size_t bytes) { return double(bytes) / (1 << 20); };
+    const size_t least = windows + size_t(2 * n_sequences) * block;
+    if (memory < least) {
+        fail("--kv-memory {:.1f}M is too little: the windows of {} sequences take {:.1f} MiB, and {:.2f} MiB hold {} "
+             "tokens; give at least {:.0f}M, or fewer sequences (-np)",
+             mib(memory), n_sequences, mib(windows), mib(block), page_tokens, std::ceil(mib(least)));
+    }
+    return block == 0 ? 0 : int64_t((memory - windows) / block);
+}
+
 }  // namespace
 
 void set_formats(CacheConfig& config, const Artefact* artefact) {
@@ -82,38 +115,41 @@ CacheShape shape_of(const CacheConfig& config) {
     const int64_t all = n * blocks_for(config.tokens_per_sequence);
     CacheShape shape{
         .coded = {"coded", std::min(n * most.coded, rules.pages_for(config.tokens_total) + n), {}},
-        .exact = {"exact", std::min(n * most.exact + step, all), {}},
-        .window = {"sliding-window", most.window == 0 ? 0 : std::min(n * most.window + step, all), {}},
+        .exact = {"exact", std::min(n * most.exact + step, all) + config.spare_windows * most.exact, {}},
+        .window = {"sliding-window",
+                   most.window == 0 ? 0 : std::min(n * most.window + step, all) + config.spare_windows * most.window,
+                   {}},
     };
     for (PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
         pool->slabs.resize(config.layers.size());
+    }
+    add_slabs(shape, config);
+    if (config.memory > 0) {
+        shape.coded.n_blocks = blocks_within(config.memory, shape, n, config.recipe.page_tokens);
+    }
+    for (const PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
         if (pool->n_blocks >= kNoBlock) {
             fail("a KV cache of {} sequences and {} tokens has too many blocks: lower -c or -np", n,
                  config.tokens_total);
         }
     }
-    for (size_t i = 0; i < config.layers.size(); i++) {
-        const CacheLayer& layer = config.layers[i];
-        if (!layer.stores) {
-            continue;
-        }
-        const PageFormat exact = bf16_format(layer.dim_k, layer.dim_v);
-        check(exact);
-        if (is_window(layer)) {
-            shape.window.slabs[i] = {exact, layer.n_head_kv};
-        } else {
-            shape.exact.slabs[i] = {exact, layer.n_head_kv};
-            const PageFormat& coded = config.formats[i];
-            CRUMB_ASSERT(coded.k.dim == layer.dim_k && coded.v.dim == layer.dim_v);
-            shape.coded.slabs[i] = {coded, layer.n_head_kv};
-        }
-    }
     return shape;
+}
+
+// A block a sequence stays aside (room.cpp); sinks and windows are exact and need none.
+int64_t capacity_of(const CacheConfig& config, int64_t coded_blocks) {
+    if (config.memory == 0) {
+        return config.tokens_total;
+    }
+    const int64_t n = config.n_sequences, longest = config.tokens_per_sequence;
+    const int64_t exact = std::min<int64_t>(longest, round_down(config.sink) + config.recent);
+    return std::min(n * longest, std::max<int64_t>(0, coded_blocks - n) * config.recipe.page_tokens + n * exact);
 }
 
 CacheBytes cache_bytes(const CacheConfig& config) {
     const CacheShape shape = shape_of(config);
     CacheBytes bytes{.coded = shape.coded.bytes(), .exact = shape.exact.bytes(), .window = shape.window.bytes()};
+    bytes.tokens = capacity_of(config, shape.coded.n_blocks);
     size_t page_bytes = 0, page_elements = 0, elements = 0;
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& layer = config.layers[i];
@@ -122,7 +158,7 @@ CacheBytes cache_bytes(const CacheConfig& config) {
         }
         const size_t per_token = size_t(layer.n_head_kv) * size_t(layer.dim_k + layer.dim_v);
         const int64_t windows = config.n_sequences * std::min<int64_t>(layer.window, config.tokens_per_sequence);
-        elements += per_token * size_t(is_window(layer) ? windows : config.tokens_total);
+        elements += per_token * size_t(is_window(layer) ? windows : bytes.tokens);
         page_bytes += shape.coded.slabs[i].stride();
         page_elements += is_coded(layer) ? per_token * config.recipe.page_tokens : 0;
     }

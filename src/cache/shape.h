@@ -15,6 +15,9 @@ struct CacheShape {
 // Throws Error for settings that contradict each other and head sizes without a page format.
 CacheShape shape_of(const CacheConfig& config);
 
+// Tokens of all sequences together for which so many coded blocks have room.
+int64_t capacity_of(const CacheConfig& config, int64_t coded_blocks);
+
 inline bool is_coded(const CacheLayer& layer) { return layer.stores && layer.window == 0; }
 inline bool is_window(const CacheLayer& layer) { return layer.stores && layer.window > 0; }
 

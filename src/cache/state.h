@@ -8,13 +8,17 @@
 
 #include "cache/extent.h"
 #include "cache/pool.h"
+#include "cache/prefix.h"
 #include "cache/shape.h"
 
 namespace crumb {
 
 struct Sequence {
     Extent extent;
+    Prefix prefix;
     Extent before;               // at the start of the last step, for a step that was abandoned and is cropped away
+    std::vector<int32_t> announced;  // a prompt that is to come
+    int64_t promised = 0;        // coded blocks it may come to hold (room.cpp)
     uint32_t source = kNoBlock;  // coded block that the last step encoded again, because some of its rows were aged
 
     // Block ids by position / 64, coded ones by position / tokens of a page, kNoBlock where there is none. Their size
@@ -64,6 +68,12 @@ struct Cache::State {
 
     // Moves a sequence to another extent: blocks that only the old one has are released, those of the new one taken.
     void reshape(Sequence& sequence, const Extent& to);
+    // Gives the blocks that are complete and clean their names.
+    void offer_blocks(Sequence& sequence);
+    // Drops what no query can want any more.
+    void trim(Sequence& sequence);
+    // Tokens of the window of the next token that are known through their codes only.
+    int32_t lost(const Extent& extent) const;
     // Forgets how to undo the last step.
     void settle(Sequence& sequence);
     void crop(Sequence& sequence, int32_t length);

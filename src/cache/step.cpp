@@ -22,18 +22,23 @@ std::vector<int32_t> count_by_sequence(std::span<const Append> appends, size_t n
     return counts;
 }
 
-// The block that the next token of a sequence goes to, if it has rows already, must belong to this sequence alone.
+// The block that the next token of a sequence goes to, if it has rows already, must belong to this sequence alone, and
+// nobody may find it under the name of what it held. The old one goes first: then a step needs no more blocks than there
+// are, and if it is the very one that is evicted for the copy, its rows are still there.
 void make_private(Pool& pool, std::vector<uint32_t>& ids, int32_t length) {
     if (length % kPageTokens == 0) {
         return;
     }
     uint32_t& id = ids[length / kPageTokens];
-    if (!pool.is_shared(id)) {
+    if (!pool.is_shared(id) && !pool.is_named(id)) {
         return;
     }
+    pool.release(id);
     const uint32_t copy = pool.take();
-    pool.copy(id, copy);
-    pool.release(std::exchange(id, copy));
+    if (copy != id) {
+        pool.copy(id, copy);
+    }
+    id = copy;
 }
 
 // Rows of positions [from, to) that lie in `block`; first_token belongs to `from`.
@@ -166,7 +171,8 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
         return false;
     }
     for (Sequence& s : state.sequences) {
-        state.reshape(s, state.rules.trimmed(s.extent));
+        state.offer_blocks(s);
+        state.trim(s);
         state.settle(s);
     }
     std::vector<Append> tokens(appends.begin(), appends.end());
@@ -186,6 +192,9 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
         }
         Sequence& s = state.sequences[tokens[i].sequence];
         state.append(s, std::span(step.tokens).subspan(i, end - i));
+        for (const Append& t : std::span(tokens).subspan(i, end - i)) {
+            s.prefix.add(causal ? t.id : -1);
+        }
         for (size_t w = 0; w < rows.size(); w++) {
             state.add_rows(rows[w], state.windows[w], s, std::span(tokens).subspan(i, end - i), causal);
         }
