@@ -12,11 +12,13 @@ BUILD ?= build
 TYPE  ?= RelWithDebInfo
 JOBS  ?= $(shell nproc)
 MODEL ?= smollm2
+ARCH  ?= 90
+FORMATS ?= .
 CMAKE_FLAGS ?=
 CTEST_FLAGS ?=
 ctest = ctest --test-dir $(BUILD) --output-on-failure $(CTEST_FLAGS)
 
-.PHONY: help setup build test test-fast demo clean
+.PHONY: help setup build test test-fast demo cuda clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,5 +49,11 @@ demo: setup build ## chat about a document with a compressed cache; MODEL=smollm
 	@tools/fetch.py text >/dev/null
 	@CRUMB_BUILD=$(BUILD) tools/demo.sh $(MODEL)
 
+cuda: ## compile the CUDA kernels (needs nvcc 13; ARCH=90, FORMATS=regex) and pack their tests for a machine with a GPU
+	@cmake -S . -B build-cuda -G Ninja -DCMAKE_BUILD_TYPE=$(TYPE) -DCRUMB_CUDA=ON -DCRUMB_LLAMA=OFF -DCRUMB_BENCH=ON \
+	    -DCMAKE_CUDA_ARCHITECTURES="$(ARCH)" -DCRUMB_CUDA_FORMATS="$(FORMATS)" $(CMAKE_FLAGS) --log-level=WARNING
+	@cmake --build build-cuda -j $(JOBS) --target cuda_device_test cuda_bench c_api_test
+	@tools/gpu/pack.sh build-cuda
+
 clean: ## remove this tree's build; the cache folder stays
-	@rm -rf $(BUILD)
+	@rm -rf $(BUILD) build-cuda

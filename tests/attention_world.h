@@ -176,6 +176,15 @@ class World {
         return result;
     }
 
+    // The same by another backend: attend(layer, rows, sink, views, io).
+    template <class Attend>
+    Result run_by(Attend attend, const std::vector<QueryRow>& rows, int sink) const {
+        const Views views = views_of(rows, sink);
+        Result result{std::vector<float>(n_tokens() * out_stride(), kUnwritten), {}};
+        attend(with_tables(), rows, sink, views.views, io(result.out));
+        return result;
+    }
+
     // The budget of an output is six standard deviations of what its roundings do to it, with V the largest element of
     // the values that it sees:
     //   float sums       1e-5 V, and for logits 16 roundings of |q| |k|, which reach the output twice

@@ -7,7 +7,7 @@
 #include <random>
 #include <set>
 
-#include "attention/cuda/fragments.h"
+#include "attention/cuda/decode_format.h"
 #include "cuda/emulator.h"
 
 namespace crumb::cuda {
@@ -26,6 +26,23 @@ std::map<std::pair<uint32_t, uint32_t>, Code> inverse(int planes, CodeAt (*at)(i
         }
     }
     return codes;
+}
+
+TEST(Offsets, AreThoseOfThePage) {
+    for (const SideInfo k : {SideInfo::scale_zero, SideInfo::gain16, SideInfo::gain8}) {
+        for (const SideInfo v : {SideInfo::scale_zero, SideInfo::gain16, SideInfo::gain8}) {
+            for (const bool mean : {false, true}) {
+                const PageFormat f = {.k = {128, 96, k, mean}, .v = {64, 160, v, !mean}};
+                const PageOffsets at = page_offsets(f);
+                EXPECT_EQ(at.value_codes, f.value_codes());
+                EXPECT_EQ(at.key_info, f.key_info());
+                EXPECT_EQ(at.value_info, f.value_info());
+                EXPECT_EQ(at.key_mean, f.key_mean());
+                EXPECT_EQ(at.value_mean, f.value_mean());
+                EXPECT_EQ(at.bytes, f.bytes());
+            }
+        }
+    }
 }
 
 class Fragments : public testing::TestWithParam<int> {};

@@ -271,6 +271,8 @@ float half_low(u32 pair) { return to_float(fp16{uint16_t(pair)}); }
 float half_high(u32 pair) { return to_float(fp16{uint16_t(pair >> 16)}); }
 u32 bf16_pair(float low, float high) { return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16; }
 
+u32 to_half(float x) { return to_fp16(x).bits; }
+
 u32 load_once(const u32* p) { return *p; }
 Words4 load_once(const Words4* p) { return *p; }
 

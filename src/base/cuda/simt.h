@@ -73,6 +73,7 @@ CRUMB_WORD float max_of(float a, float b);  // the other one if one is NaN
 CRUMB_WORD float half_low(u32 pair);
 CRUMB_WORD float half_high(u32 pair);
 CRUMB_WORD u32 bf16_pair(float low, float high);
+CRUMB_WORD u32 to_half(float x);  // to_fp16() of half.h: nearest even, saturates at 65504
 
 // Global memory that is read once, past the caches' better uses.
 CRUMB_WORD u32 load_once(const u32* p);

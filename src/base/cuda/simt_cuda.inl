@@ -75,6 +75,11 @@ CRUMB_WORD u32 bf16_pair(float low, float high) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
+CRUMB_WORD u32 to_half(float x) {
+    const float within = x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x;
+    return __half_as_ushort(__float2half_rn(within));
+}
+
 CRUMB_WORD u32 load_once(const u32* p) { return __ldcs(p); }
 
 CRUMB_WORD Words4 load_once(const Words4* p) {

@@ -1,0 +1,259 @@
+// Decode attention on a GPU, L2 cold, timed in CUDA graphs: one launch a layer over disjoint copies of at least 300 MB, the
+// block tables shared as the layers of a model share theirs; median of 15 replays after 20 ms of warm-up. The read roof is
+// measured in the same run, and sequence 0 is held against the CPU's kernels. JSON lines on standard output, a table on
+// standard error. "us" is attention of a layer with both maps, "pages_us" the reading of pages alone; "roof" is the share of
+// the read roof that the bytes of pages and windows have in pages_us.
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "cuda/gpu_machine.h"
+#include "cuda_fill.h"
+#include "recipe/cuda/launch.h"
+
+namespace crumb::cuda {
+
+namespace {
+
+constexpr int kSink = 64, kRecent = 256;
+
+struct Shape {
+    int n_head, n_head_kv, batch, context;
+};
+
+double median_us(int launches, const std::function<void(cudaStream_t, int)>& launch) {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t start, end;
+    require(cudaStreamCreate(&stream), "stream");
+    cudaEventCreate(&start), cudaEventCreate(&end);
+    require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+    for (int i = 0; i < launches; i++) launch(stream, i);
+    require(cudaStreamEndCapture(stream, &graph), "end of capture");
+    require(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    const auto once = [&] {
+        float ms = 0;
+        cudaEventRecord(start, stream);
+        require(cudaGraphLaunch(exec, stream), "replay");
+        cudaEventRecord(end, stream);
+        require(cudaStreamSynchronize(stream), "kernels");
+        cudaEventElapsedTime(&ms, start, end);
+        return double(ms);
+    };
+    for (double spent = 0; spent < 20;) spent += once();
+    std::vector<double> times;
+    for (int i = 0; i < 15; i++) times.push_back(once());
+    std::sort(times.begin(), times.end());
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+    cudaEventDestroy(start), cudaEventDestroy(end);
+    return times[times.size() / 2] * 1000 / launches;
+}
+
+std::vector<HeadTables> random_tables(const PageFormat& format, int n_head_kv) {
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal;
+    const auto side = [&](const SideFormat& f) {
+        SideTables t;
+        t.format = f;
+        t.decode.resize(size_t(f.planes) * f.dim);
+        for (float& x : t.decode) x = normal(random) / std::sqrt(float(f.planes));
+        if (f.info == SideInfo::scale_zero) t.ones.assign(f.dim, 0.3f);
+        if (f.mean) t.mean_step.assign(f.dim, 0.001f);
+        return t;
+    };
+    std::vector<HeadTables> heads;
+    for (int h = 0; h < n_head_kv; h++) heads.push_back({side(format.k), side(format.v)});
+    return heads;
+}
+
+// Largest error of sequence 0's output against the CPU's kernels, of the largest output.
+double check(const PageFormat& format, const Shape& shape, std::span<const HeadTables> tables, const LayerData& data,
+             const std::vector<u32>& coded_ids, const std::vector<u32>& exact_ids, const QueryRow& row, const std::vector<float>& q,
+             GpuMachine& machine) {
+    std::vector<u32> dense(coded_ids.size());
+    std::iota(dense.begin(), dense.end(), 0);
+    const auto fetch = [&](const std::byte* base, size_t stride, const std::vector<u32>& ids) {
+        std::vector<std::byte> bytes(ids.size() * stride);
+        for (size_t i = 0; i < ids.size(); i++) machine.download(&bytes[i * stride], base + ids[i] * stride, stride);
+        return bytes;
+    };
+    const std::vector<std::byte> coded = fetch(data.coded, data.coded_stride, coded_ids);
+    // Blocks behind the sinks and before the window have no exact rows.
+    std::vector<u32> exact_dense(exact_ids.size(), kNoBlock), present;
+    for (size_t i = 0; i < exact_ids.size(); i++) {
+        if (exact_ids[i] == kNoBlock) continue;
+        exact_dense[i] = u32(present.size());
+        present.push_back(exact_ids[i]);
+    }
+    const std::vector<std::byte> exact = fetch(data.exact, data.exact_stride, present);
+    AttentionLayer layer;
+    layer.n_head = shape.n_head, layer.n_head_kv = shape.n_head_kv, layer.format = format, layer.tables = tables;
+    AttentionMaps maps = attention_maps(tables);
+    maps.query_bits = 15;
+    layer.maps = &maps;
+    layer.scale = data.scale;
+    const SequenceView view = {{coded.data(), data.coded_stride, dense}, {exact.data(), data.exact_stride, exact_dense}};
+    std::vector<float> want(size_t(shape.n_head) * format.v.dim), got(want.size());
+    const AttentionIo io = {q.data(), size_t(shape.n_head) * format.k.dim, size_t(format.k.dim), want.data(), want.size()};
+    const AttentionPlan plan({row}, kSink);
+    const int threads = int(std::max(1u, std::thread::hardware_concurrency()));
+    AttentionWork work;
+    work.prepare(plan, shape.n_head, shape.n_head_kv, format, threads);
+    std::vector<std::thread> team;
+    for (int t = 0; t < threads; t++) {
+        team.emplace_back([&, t] { crumb::attend(best_isa(), layer, plan, {&view, 1}, io, work, t, threads); });
+    }
+    for (std::thread& t : team) t.join();
+    machine.download(got.data(), data.out, got.size() * sizeof(float));
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        error += std::pow(double(got[i]) - want[i], 2);
+        norm += std::pow(double(want[i]), 2);
+    }
+    return std::sqrt(error / norm);
+}
+
+void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double roof) {
+    const PageFormat& format = kernels[0].format;
+    const PageFormat exact_format = bf16_format(format.k.dim, format.v.dim);
+    const int edge = std::max(0, shape.context - kRecent) / 64 * 64, n_blocks = (shape.context + 63) / 64;
+    const int n_coded = std::max(0, edge / 64 - 1), n_exact = n_blocks - edge / 64 + (edge > 0);
+    const size_t coded_stride = format.bytes() * shape.n_head_kv, exact_stride = exact_format.bytes() * shape.n_head_kv;
+    const size_t pages = size_t(shape.batch) * n_blocks, windows = size_t(shape.batch) * n_exact;
+    const double bytes = double(shape.batch) * (n_coded * double(coded_stride) + n_exact * double(exact_stride));
+    const int layers = std::max(2, std::min(64, int(3e8 / bytes) + 1));
+
+    GpuMachine machine;
+    const auto raw = [&](size_t n) { return static_cast<std::byte*>(machine.allocate(n)); };
+    std::byte* const coded = raw(pages * coded_stride * layers);
+    std::byte* const exact = raw(windows * exact_stride * layers);
+    fill_pages(coded, pages * layers * shape.n_head_kv, format);
+    fill_exact(exact, windows * exact_stride * layers);
+
+    std::mt19937 random(1);
+    std::vector<u32> coded_ids(pages), exact_ids(pages, kNoBlock), order(windows);
+    std::iota(coded_ids.begin(), coded_ids.end(), 0);
+    std::shuffle(coded_ids.begin(), coded_ids.end(), random);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<QueryRow> rows;
+    for (int b = 0, next = 0; b < shape.batch; b++) {
+        rows.push_back({u32(b), u32(b), shape.context - 1, 0, edge, shape.context});
+        for (int i = 0; i < n_blocks; i++) {
+            if (i == 0 || i >= edge / 64) exact_ids[size_t(b) * n_blocks + i] = order[next++];
+        }
+    }
+    const StepShape step = {shape.batch, 1, shape.n_head, shape.n_head_kv, multiprocessors()};
+    const Kernels& chosen = *choose(kernels, step);
+    const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), size_t(n_blocks), kSink};
+    const std::vector<HeadTables> head_tables = random_tables(format, shape.n_head_kv);
+    const DeviceLayer heads = put_tables(machine, head_tables);
+    std::normal_distribution<float> normal;
+    std::vector<float> q(size_t(shape.batch) * shape.n_head * format.k.dim);
+    for (float& x : q) x = normal(random);
+    LayerData data = {.coded = coded, .coded_stride = coded_stride, .exact = exact, .exact_stride = exact_stride,
+                      .heads = heads.heads, .constants = heads.constants};
+    data.scale = 1 / std::sqrt(float(format.k.dim));
+    data.q = machine.put(q), data.q_token_stride = size_t(shape.n_head) * format.k.dim, data.q_head_stride = format.k.dim;
+    data.out = reinterpret_cast<float*>(raw(size_t(shape.batch) * shape.n_head * format.v.dim * sizeof(float)));
+    data.out_stride = size_t(shape.n_head) * format.v.dim;
+    std::byte* const memory = raw(workspace(chosen, step).bytes);
+    machine.zero(memory, workspace(chosen, step).bytes);
+    const auto layer = [&](int i) {
+        LayerData l = data;
+        l.coded += size_t(i % layers) * pages * coded_stride;
+        l.exact += size_t(i % layers) * windows * exact_stride;
+        return l;
+    };
+    plan(chosen, launch_plan, step, tables, memory, nullptr);
+    attend(chosen, step, tables, data, memory, nullptr);
+    const double error = check(format, shape, head_tables, data, {coded_ids.begin(), coded_ids.begin() + n_blocks},
+                               {exact_ids.begin(), exact_ids.begin() + n_blocks}, rows[0], q, machine);
+    const int launches = std::max(layers, 8);
+    const double us = median_us(launches, [&](cudaStream_t s, int i) { attend(chosen, step, tables, layer(i), memory, s); });
+    const double pages_us = median_us(launches, [&](cudaStream_t s, int i) { read_pages(chosen, step, tables, layer(i), memory, s); });
+    const double query_us = median_us(launches, [&](cudaStream_t s, int i) { map_queries(chosen, step, tables, layer(i), memory, s); });
+    const double output_us = median_us(launches, [&](cudaStream_t s, int i) { map_outputs(chosen, step, tables, layer(i), memory, s); });
+    const double plan_us = median_us(8, [&](cudaStream_t s, int) { plan(chosen, launch_plan, step, tables, memory, s); });
+    const double share = bytes / pages_us / 1e6 / roof;
+    std::printf("{\"bench\":\"decode\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"heads\":\"%d/%d\",\"batch\":%d,"
+                "\"context\":%d,\"us\":%.2f,\"pages_us\":%.2f,\"query_us\":%.2f,\"output_us\":%.2f,\"plan_us\":%.2f,\"bytes\":%.0f,"
+                "\"tbs\":%.3f,\"roof\":%.3f,\"error\":%.2e}\n",
+                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", shape.n_head,
+                shape.n_head_kv, shape.batch, shape.context, us, pages_us, query_us, output_us, plan_us, bytes, bytes / pages_us / 1e6,
+                share, error);
+    std::fprintf(stderr, "d%d k%d v%d info%d%s %3d/%d B=%-3d %7d  %9.2f us  pages %9.2f us (%3.0f %%)  maps %5.2f + %5.2f  plan %5.2f  error %.1e\n",
+                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? " mean" : "", shape.n_head,
+                 shape.n_head_kv, shape.batch, shape.context, us, pages_us, 100 * share, query_us, output_us, plan_us, error);
+    std::fflush(stdout);
+}
+
+// Encoding blocks of 64 tokens, 8 heads of 128, dense maps on both sides.
+void encode_row(int n_blocks) {
+    const int heads = 8, dim = 128;
+    const Recipe recipe = find_recipe("had2");
+    const PageFormat format = page_format(recipe, dim, dim), exact = bf16_format(dim, dim);
+    const std::vector<HeadTables> tables = layer_tables(recipe, 0, heads, format, nullptr);
+    GpuMachine machine;
+    const auto put_side = [&](bool key) {
+        std::vector<EncodeTables> all;
+        for (const HeadTables& head : tables) {
+            const SideTables& t = key ? head.k : head.v;
+            all.push_back({nullptr, machine.put(t.encode), machine.put(t.sigma), machine.put(t.step), nullptr, machine.put(t.digits),
+                           machine.put(t.direction), machine.put(t.digit), t.gain_reference});
+        }
+        return machine.put(all);
+    };
+    EncodeArgs args = {};
+    args.k = encode_side(recipe.k, format, true, put_side(true)), args.v = encode_side(recipe.v, format, false, put_side(false));
+    args.n_head_kv = heads;
+    args.exact_bytes = exact.bytes(), args.exact_stride = heads * exact.bytes();
+    args.coded_bytes = format.bytes(), args.coded_stride = heads * format.bytes();
+    std::byte* const rows = static_cast<std::byte*>(machine.allocate(n_blocks * args.exact_stride));
+    fill_exact(rows, n_blocks * args.exact_stride);
+    args.exact = reinterpret_cast<const u8*>(rows);
+    args.coded = static_cast<u8*>(machine.allocate(n_blocks * args.coded_stride));
+    std::vector<EncodeJob> jobs;
+    for (int b = 0; b < n_blocks; b++) jobs.push_back({u32(b), u32(n_blocks - 1 - b), 0, 0});
+    args.jobs = machine.put(jobs);
+    args.counts = machine.put(std::vector<EncodeCountsDevice>{{0, 0}});
+    const double us = median_us(8, [&](cudaStream_t s, int) { launch_encode(args, n_blocks, s); });
+    const double bytes = double(n_blocks) * double(args.exact_stride + args.coded_stride);
+    std::printf("{\"bench\":\"encode\",\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", 64 * n_blocks, us, bytes / us / 1e6);
+    std::fprintf(stderr, "encode %6d tokens, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", 64 * n_blocks, us, bytes / us / 1e6);
+}
+
+int run(bool quick) {
+    const double roof = read_roof();
+    cudaDeviceProp device;
+    require(cudaGetDeviceProperties(&device, 0), "device");
+    std::printf("{\"bench\":\"roof\",\"device\":\"%s\",\"tbs\":%.3f}\n", device.name, roof);
+    std::fprintf(stderr, "%s, read roof %.2f TB/s\n", device.name, roof);
+    for (const std::vector<Kernels>& kernels : all_kernels()) {
+        const bool main_format = kernels[0].format.k.dim == 128 && kernels[0].format.k.info == SideInfo::scale_zero &&
+                                 kernels[0].format.k.planes == 128;
+        std::vector<Shape> shapes = {{32, 8, 1, 131072}, {32, 8, 32, 131072}};
+        if (main_format && !quick) {
+            shapes.clear();
+            for (const auto& [heads, kv] : {std::pair(32, 8), {64, 8}, {96, 8}, {8, 8}, {4, 1}, {12, 1}}) {
+                for (const auto& [batch, context] : {std::pair(1, 8192), {1, 32768}, {1, 131072}, {16, 32768}, {32, 32768}, {32, 131072}}) {
+                    shapes.push_back({heads, kv, batch, context});
+                }
+            }
+        }
+        for (const Shape& shape : shapes) decode_row(kernels, shape, roof);
+    }
+    for (const int blocks : {1, 8, 64, 512}) encode_row(blocks);
+    return 0;
+}
+
+}  // namespace
+
+}  // namespace crumb::cuda
+
+int main(int argc, char** argv) { return crumb::cuda::run(argc > 1 && std::strcmp(argv[1], "--quick") == 0); }

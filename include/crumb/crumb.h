@@ -1,0 +1,160 @@
+/* crumb in C: quantised KV pages, the encoder that fills them, attention that reads them, on the CPU and on CUDA.
+ *
+ * A layer object holds what is static for one layer of a model: recipe, tables, shape. Everything that grows is the
+ * caller's memory: blocks of pages, tables of block numbers, query rows, workspaces. No call keeps a pointer after it
+ * returns, and none allocates or waits for the device (the CPU backend allocates within a call).
+ *
+ * With CRUMB_CUDA pointers marked D are device pointers of the current device and `stream` is a cudaStream_t; work is queued
+ * and calls may be captured into a CUDA graph: rows, tables, pages and queries may change between replays, shapes may not.
+ * With CRUMB_CPU they are ordinary pointers, `stream` is ignored and calls return when the work is done.
+ *
+ * A block is 64 tokens of all KV heads of a layer: crumb_block_bytes() of codes, or crumb_exact_block_bytes() of BF16
+ * (per head K [D_k][64], then V [64][D_v]). Blocks are plain bytes, the same on the CPU and on the GPU (page.h,
+ * docs/design/page-format.md), 16-byte aligned.
+ *
+ * Calls return a status; crumb_error() is the text of the calling thread's last error. No exception crosses. */
+#ifndef CRUMB_H
+#define CRUMB_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum crumb_status {
+    CRUMB_OK = 0,
+    CRUMB_ERROR_ARGUMENT = 1,    /* what was asked for cannot be: the text says why and what to do */
+    CRUMB_ERROR_UNSUPPORTED = 2, /* this build or this backend does not do it */
+    CRUMB_ERROR_MEMORY = 3,      /* out of host memory */
+    CRUMB_ERROR_DEVICE = 4,      /* CUDA said no */
+    CRUMB_ERROR_INTERNAL = 5
+} crumb_status;
+
+typedef enum crumb_backend { CRUMB_CPU = 0, CRUMB_CUDA = 1 } crumb_backend;
+
+const char* crumb_version(void);
+const char* crumb_error(void);
+
+/* Whether this build has the backend, whatever the machine has. */
+int crumb_has_backend(crumb_backend backend);
+
+typedef struct crumb_layer crumb_layer;
+
+typedef struct crumb_layer_options {
+    const char* recipe;   /* "had2", "oscar", ... */
+    const char* artefact; /* file of a calibration, or NULL */
+    int layer;            /* which of the artefact's */
+    int n_head, n_head_kv, dim_k, dim_v;
+    float scale;          /* of the logits, usually 1 / sqrt(dim_k) */
+    float softcap;        /* cap * tanh(logit / cap), 0: none */
+} crumb_layer_options;
+
+crumb_status crumb_layer_create(const crumb_layer_options* options, crumb_layer** layer);
+void crumb_layer_destroy(crumb_layer* layer);
+
+size_t crumb_block_bytes(const crumb_layer* layer);
+size_t crumb_exact_block_bytes(const crumb_layer* layer);
+double crumb_bits_per_element(const crumb_layer* layer);
+
+/* Static tables of the layer for the device, written once into the caller's memory (256-byte aligned), which stays as long
+ * as the layer is used. Returns when they are there. CRUMB_CUDA only: the CPU backend takes NULL. */
+crumb_status crumb_tables_bytes(const crumb_layer* layer, size_t* bytes);
+crumb_status crumb_tables_write(const crumb_layer* layer, void* tables /* D */, size_t bytes);
+
+/* One query token. Token j is visible if begin <= j < end, and read through its codes if sink <= j < coded_end, exactly
+ * otherwise (docs/design/position-rule.md). */
+#define CRUMB_NO_TOKEN 0xffffffffu
+#define CRUMB_NO_BLOCK 0xffffffffu
+typedef struct crumb_row {
+    uint32_t sequence; /* row of the block tables */
+    uint32_t token;    /* row of q and of the output; CRUMB_NO_TOKEN: the row only pads its tile */
+    int32_t position, begin, coded_end, end;
+} crumb_row;
+
+/* A step for a backend: tiles of rows_per_tile (1 .. 8) rows of one sequence each. */
+typedef struct crumb_step {
+    crumb_backend backend;
+    int n_tiles, rows_per_tile;
+    const crumb_row* rows;     /* D [n_tiles][rows_per_tile] */
+    const uint32_t* coded_ids; /* D [n_sequences][ids_stride], by block of the sequence */
+    const uint32_t* exact_ids; /* D, same */
+    size_t n_sequences, ids_stride;
+    int sink;
+    int multiprocessors;       /* CUDA: of the device. CPU: threads */
+    void* workspace;           /* D, crumb_workspace_bytes(), 256-byte aligned, zeroed once before the first step */
+    size_t workspace_bytes;
+} crumb_step;
+
+typedef struct crumb_io {
+    const void* coded;   /* D: block i at coded + i * coded_stride bytes */
+    size_t coded_stride;
+    const void* exact;   /* D: same, BF16 */
+    size_t exact_stride;
+    const void* tables;  /* D: crumb_tables_write() */
+    const float* sinks;  /* D [n_head]: one more logit without a value, or NULL */
+    const float* q;      /* D: row `token`, head h at q + token * q_token_stride + h * q_head_stride floats */
+    size_t q_token_stride, q_head_stride;
+    float* out;          /* D: row `token` at out + token * out_stride floats, [n_head][dim_v] */
+    size_t out_stride;
+} crumb_io;
+
+/* Bytes of workspace of a step of this shape (pointers are not looked at). */
+crumb_status crumb_workspace_bytes(const crumb_layer* layer, const crumb_step* step, size_t* bytes);
+
+/* Once a step, for all layers of one format and shape that share its tables. */
+crumb_status crumb_plan(const crumb_layer* layer, const crumb_step* step, void* stream);
+
+/* Once a layer, after crumb_plan() of the step on the same stream. Layers that follow each other share a workspace. */
+crumb_status crumb_attend(const crumb_layer* layer, const crumb_step* step, const crumb_io* io, void* stream);
+
+/* Rows of K and V in BF16, [n_tokens][n_head_kv][dim], into slots of exact blocks: token i goes to slot slots[i] % 64 of
+ * block blocks[i]. */
+typedef struct crumb_rows {
+    crumb_backend backend;
+    int n_tokens;
+    const uint16_t* k;      /* D */
+    const uint16_t* v;      /* D */
+    const uint32_t* blocks; /* D [n_tokens] */
+    const uint32_t* slots;  /* D [n_tokens], positions will do */
+    void* exact;            /* D */
+    size_t exact_stride;
+} crumb_rows;
+crumb_status crumb_store(const crumb_layer* layer, const crumb_rows* rows, void* stream);
+
+/* Blocks of 64 exact tokens become blocks of codes, the same bytes on every backend. Tokens below `keep` are taken over
+ * from coded block `kept`, which may be the target. */
+typedef struct crumb_encode_job {
+    uint32_t source, target;
+    int32_t keep;
+    uint32_t kept;
+} crumb_encode_job;
+
+typedef struct crumb_encode_counts {
+    uint32_t nonfinite; /* elements that were NaN (coded as 0) or infinite (coded as the largest value) */
+    uint32_t saturated; /* rows with a value beyond FP16 or a gain outside its range */
+} crumb_encode_counts;
+
+typedef struct crumb_encode_batch {
+    crumb_backend backend;
+    int n_jobs;
+    const crumb_encode_job* jobs; /* D */
+    const void* exact;            /* D */
+    size_t exact_stride;
+    void* coded;                  /* D */
+    size_t coded_stride;
+    const void* tables;           /* D: crumb_tables_write() */
+    crumb_encode_counts* counts;  /* D: added to */
+} crumb_encode_batch;
+crumb_status crumb_encode(const crumb_layer* layer, const crumb_encode_batch* batch, void* stream);
+
+/* Copies n blocks, to_ids[i] <- from_ids[i] (host arrays), within one memory or between host and device. */
+crumb_status crumb_copy(crumb_backend backend, size_t block_bytes, void* to, size_t to_stride, const uint32_t* to_ids,
+                        const void* from, size_t from_stride, const uint32_t* from_ids, size_t n, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

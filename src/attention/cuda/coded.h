@@ -1,0 +1,475 @@
+// Pages of codes in a warp: integer products on codes in place, softmax, integer sums.
+//
+// K: query integers are masked with nothing undone, so field f counts 4^f; even fields carry 4 times the integer, fields
+// (0, 1) and (2, 3) have accumulators of their own, 16 apart. The centre of the digits is where the sums start.
+// V: probability x scale as 15-bit fixed point relative to 2^top: x = 2^23 + dither + p s keeps the integer in bits
+// 8..22, and the dither (8 levels over the rows) makes the cut unbiased. `top` is raised, rarely, when p s would leave the
+// range. The integers' own sum, from one more product with ones, centres the digits: the exact sum would not do
+// (prototypes/cpu: 0.17 of the norm where softmax is flat, 0.02 with the rounded one).
+// Whatever the numbers are, a page takes two attempts at most; what is not finite ends as NaN in its own column.
+//
+// Measured for the prototype of this design, another byte map and no means: 420 instructions a page at D = P = 128 and 4
+// heads, 32 of them products; 95 % of an H200's read roof.
+#pragma once
+
+#include <math.h>
+
+#include "attention/cuda/decode_format.h"
+
+namespace crumb::cuda {
+
+using simt::u8;
+
+// Side information of the lane's 8 tokens, 32 half + 4 r + e at index 4 half + e.
+template <SideInfo I>
+CRUMB_DEVICE void load_scales(const u8* info, int r, float reference_log2, float (&scale)[8], float (&zero)[8]) {
+    using namespace simt;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if constexpr (I == SideInfo::gain8) {
+            const u32 codes = *reinterpret_cast<const u32*>(info + 32 * half + 4 * r);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float code = float(codes >> (8 * e) & 0xffu);
+                scale[4 * half + e] = exp2_fast(fma_exact(code, 0.0625f, reference_log2 - 8.0f));
+            }
+        } else {
+            const Words2 s = *reinterpret_cast<const Words2*>(info + 2 * (32 * half + 4 * r));
+            scale[4 * half] = half_low(s.x), scale[4 * half + 1] = half_high(s.x);
+            scale[4 * half + 2] = half_low(s.y), scale[4 * half + 3] = half_high(s.y);
+        }
+        if constexpr (I == SideInfo::scale_zero) {
+            const Words2 z = *reinterpret_cast<const Words2*>(info + 128 + 2 * (32 * half + 4 * r));
+            zero[4 * half] = half_low(z.x), zero[4 * half + 1] = half_high(z.x);
+            zero[4 * half + 2] = half_low(z.y), zero[4 * half + 3] = half_high(z.y);
+        }
+    }
+}
+
+// Static numbers of a KV head that the kernel needs itself.
+struct HeadConstants {
+    float k_reference_log2, v_reference_log2;  // gain8
+    const float* v_mean_step;                  // [D_v], page means
+};
+
+template <PageFormat F, int NT>
+class Coded {
+    using D = DecodeFormat<F, NT>;
+    static constexpr int kTiles = D::kPlanesV / 16;
+    static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
+    static constexpr int kWords = (D::kCodeWords + D::kMeanWords) / 32;
+
+  public:
+    CRUMB_DEVICE void begin(const u32* query, u32* shared_query, float softcap, int sink, const HeadConstants& head) {
+        using namespace simt;
+        const int l = lane();
+        if constexpr (D::kQueryInRegisters) {
+#pragma unroll
+            for (int i = 0; i < D::kTailAt / 128; i++) {
+                const Words4 w = reinterpret_cast<const Words4*>(query)[32 * i + l];
+                query_[4 * i] = w.x, query_[4 * i + 1] = w.y, query_[4 * i + 2] = w.z, query_[4 * i + 3] = w.w;
+            }
+#pragma unroll
+            for (int i = 0; i < D::kTailK * NT; i++) {
+                const Words2 w = reinterpret_cast<const Words2*>(query + D::kTailAt)[32 * i + l];
+                query_[D::kTailAt / 32 + 2 * i] = w.x, query_[D::kTailAt / 32 + 2 * i + 1] = w.y;
+            }
+#pragma unroll
+            for (int i = 0; i < D::kMeanWords / 128; i++) {
+                const Words4 w = reinterpret_cast<const Words4*>(query + D::kMeanAt)[32 * i + l];
+                u32* to = query_ + D::kMeanAt / 32 + 4 * i;
+                to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
+            }
+        } else {
+            sync_warp();
+            for (int i = l; i < (D::kCodeWords + D::kMeanWords) / 4; i += kWarp) {
+                reinterpret_cast<Words4*>(shared_query)[i] = reinterpret_cast<const Words4*>(query)[i];
+            }
+            sync_warp();
+            shared_ = shared_query;
+        }
+        head_ = head;
+        softcap_ = softcap;
+        pages_ = 0;
+        const QueryColumn* columns = reinterpret_cast<const QueryColumn*>(query + D::kColumnAt);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const QueryColumn c = columns[4 * n + l % 4];
+            unit_[n] = c.unit, ones_[n] = c.ones, offset_[n] = c.offset, mean_unit_[n] = c.mean_unit;
+            centre_[n] = c.centre;
+            from_[n] = c.begin > sink ? c.begin : sink;
+            to_[n] = c.coded_end < c.end ? c.coded_end : c.end;
+            top_[n] = kUnset, sum_[n] = 0, zeros_[n] = 0;
+#pragma unroll
+            for (int t = 0; t <= kTiles; t++) {
+                for (int i = 0; i < 4; i++) { acc_[n][t][i] = 0; }
+            }
+        }
+        if constexpr (F.v.mean) {
+            for (auto& column : means_) {
+                for (float& x : column) { x = 0; }
+            }
+        }
+    }
+
+    // A page in shared memory, block `index` of the sequence.
+    CRUMB_DEVICE void page(const u8* p, int index) {
+        using namespace simt;
+        const int r = lane() / 4, q = lane() % 4;
+        float x[NT][8], scale[8], zero[8];
+        logits(p, r, q, x, scale, zero);
+        load_scales<F.v.info>(p + D::kAt.value_info, r, head_.v_reference_log2, scale, zero);
+        mask(index, r, x, scale, zero);
+
+        const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
+        u32 fixed[NT][8];
+        float sums[NT];
+#pragma unroll 1
+        for (int attempt = 0;; attempt++) {
+            bool raise = attempt == 0 && (++pages_ & 255) == 0;  // make room in the accumulators
+            float zeros[NT];
+            bool out_of_range[NT];
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                sums[n] = zeros[n] = 0;
+                u32 any_bits = 0;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float weight = exp2_fast(x[n][i] - top_[n]);
+                    sums[n] += weight;
+                    fixed[n][i] = bits_of(fma_exact(weight, scale[i], magic));
+                    any_bits |= fixed[n][i];
+                    if constexpr (F.v.info == SideInfo::scale_zero) { zeros[n] = fma_exact(weight, zero[i], zeros[n]); }
+                }
+                out_of_range[n] = (any_bits & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
+                raise |= out_of_range[n];
+            }
+            if (attempt == 1 || !any(raise)) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    sum_[n] += sums[n];
+                    zeros_[n] += zeros[n];
+                }
+                break;
+            }
+            rescale(x, scale, out_of_range);
+        }
+        values(p, r, q, fixed);
+        if constexpr (F.v.mean) { add_page_mean(p, sums); }
+    }
+
+    // Sums into an entry in shared memory.
+    CRUMB_DEVICE void finish(float* entry) {
+        using namespace simt;
+        const int r = lane() / 4, q = lane() % 4;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float sum = sum_[n], zeros = zeros_[n];
+#pragma unroll
+            for (int o = 4; o < 32; o *= 2) {
+                sum += shuffle_xor(sum, o);
+                zeros += shuffle_xor(zeros, o);
+            }
+            float* column = entry + (4 * n + q) * D::kStride;
+            const float centre = 1.5f * fma_exact(float(acc_[n][kTiles][0]), 256.0f, float(acc_[n][kTiles][1]));
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) {
+                const int f = t % 4;
+                const bool nested = t < 4 * D::kGroupsV && f > 0;
+                const float unit = 256.0f / float(1 << (2 * f));
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    int high = acc_[n][t][2 * i], low = acc_[n][t][2 * i + 1];
+                    if (nested) { high -= acc_[n][t - 1][2 * i], low -= acc_[n][t - 1][2 * i + 1]; }
+                    const float value = fma_exact(float(high), 256.0f, float(low));
+                    column[16 * t + 2 * r + i] = fma_exact(value, unit, -256.0f * centre);
+                }
+            }
+            if (r == 0) {
+                float* scalars = column + D::kWidth;
+                scalars[kTop] = top_[n], scalars[kSum] = sum, scalars[kCodedSum] = sum, scalars[kZeroSum] = zeros;
+            }
+        }
+        for (int c = 0; c < D::kColumns; c++) {
+            for (int i = lane(); i < D::kDimV; i += kWarp) { entry[c * D::kStride + D::kPlanesV + i] = 0; }
+        }
+        if constexpr (F.v.mean) {
+            sync_warp();
+#pragma unroll
+            for (int g = 0; g < kMeanGroups; g++) {
+                const int channel = 128 * g + 4 * lane();
+                if (channel >= D::kDimV) { continue; }
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float step = head_.v_mean_step[channel + i];
+#pragma unroll
+                    for (int c = 0; c < D::kColumns; c++) {
+                        entry[c * D::kStride + D::kPlanesV + channel + i] = means_[c][4 * g + i] * step;
+                    }
+                }
+            }
+        }
+        sync_warp();
+    }
+
+  private:
+    CRUMB_DEVICE simt::Words4 query_words(int n, int group) const {
+        if constexpr (D::kQueryInRegisters) {
+            const u32* w = query_ + 4 * (n * D::kGroupsK + group);
+            return {w[0], w[1], w[2], w[3]};
+        } else {
+            return reinterpret_cast<const simt::Words4*>(shared_)[32 * (n * D::kGroupsK + group) + simt::lane()];
+        }
+    }
+
+    CRUMB_DEVICE simt::Words2 query_tail(int n) const {
+        if constexpr (D::kQueryInRegisters) {
+            const u32* w = query_ + D::kTailAt / 32 + 2 * n;
+            return {w[0], w[1]};
+        } else {
+            return reinterpret_cast<const simt::Words2*>(shared_ + D::kTailAt)[32 * n + simt::lane()];
+        }
+    }
+
+    CRUMB_DEVICE simt::Words4 query_mean(int n, int group) const {
+        if constexpr (D::kQueryInRegisters) {
+            const u32* w = query_ + D::kMeanAt / 32 + 4 * (n * (D::kDimK / 64) + group);
+            return {w[0], w[1], w[2], w[3]};
+        } else {
+            return reinterpret_cast<const simt::Words4*>(shared_ + D::kMeanAt)[32 * (n * (D::kDimK / 64) + group) + simt::lane()];
+        }
+    }
+
+    CRUMB_DEVICE void logits(const u8* p, int r, int q, float (&x)[NT][8], float (&scale)[8], float (&zero)[8]) {
+        using namespace simt;
+        float offset[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) { offset[n] = offset_[n]; }
+        if constexpr (F.k.mean) {
+            int dot[NT][4] = {};
+#pragma unroll
+            for (int g = 0; g < D::kDimK / 64; g++) {  // all rows of A are the page mean
+                const Words4 m = *reinterpret_cast<const Words4*>(p + D::kAt.key_mean + 64 * g + 16 * q);
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const Words4 w = query_mean(n, g);
+                    mma_s8s8(dot[n], m.x, m.x, m.y, m.y, w.x, w.y);
+                    mma_s8s8(dot[n], m.z, m.z, m.w, m.w, w.z, w.w);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                offset[n] = fma_exact(float(256 * dot[n][0] + dot[n][1]), mean_unit_[n], offset[n]);
+            }
+        }
+        load_scales<F.k.info>(p + D::kAt.key_info, r, head_.k_reference_log2, scale, zero);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int high[NT][2][4], low[NT][2][4];  // fields 2, 3; fields 0, 1, which count a sixteenth
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    high[n][t][0] = high[n][t][2] = 0;
+                    high[n][t][1] = high[n][t][3] = -centre_[n];
+                    for (int i = 0; i < 4; i++) { low[n][t][i] = 0; }
+                }
+            }
+#pragma unroll
+            for (int g = 0; g < D::kGroupsK; g++) {
+                const Words4 c = *reinterpret_cast<const Words4*>(p + key_load(D::kPlanesK, half, g, r, q));
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const Words4 w = query_words(n, g);
+                    mma_u8s8(low[n][0], field(c.x, 0), field(c.y, 0), field(c.x, 1), field(c.y, 1), w.x, w.y);
+                    mma_u8s8(low[n][1], field(c.z, 0), field(c.w, 0), field(c.z, 1), field(c.w, 1), w.x, w.y);
+                    mma_u8s8(high[n][0], field(c.x, 2), field(c.y, 2), field(c.x, 3), field(c.y, 3), w.z, w.w);
+                    mma_u8s8(high[n][1], field(c.z, 2), field(c.w, 2), field(c.z, 3), field(c.w, 3), w.z, w.w);
+                }
+            }
+            if constexpr (D::kTailK) {
+                const Words4 c = *reinterpret_cast<const Words4*>(p + key_tail_load(D::kPlanesK, half, r, q));
+                const Pair x0 = key_tail_fields(c.x, q), x1 = key_tail_fields(c.y, q);
+                const Pair y0 = key_tail_fields(c.z, q), y1 = key_tail_fields(c.w, q);
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const Words2 w = query_tail(n);
+                    mma_u8s8(low[n][0], x0.first, x1.first, x0.second, x1.second, w.x, w.y);
+                    mma_u8s8(low[n][1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int t = e / 2, i = 2 * (e % 2), token = 4 * half + e;
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const int total = 256 * (high[n][t][i] + 16 * low[n][t][i]) + high[n][t][i + 1] + 16 * low[n][t][i + 1];
+                    float base = offset[n];
+                    if constexpr (F.k.info == SideInfo::scale_zero) { base = fma_exact(zero[token], ones_[n], base); }
+                    x[n][token] = fma_exact(float(total), scale[token] * unit_[n], base);
+                }
+            }
+        }
+        if (softcap_ > 0) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) { x[n][i] = softcap_ * tanh_exact(x[n][i] / softcap_); }
+            }
+        }
+    }
+
+    // Tokens that a column does not see weigh nothing; what no column sees may be anything, even NaN.
+    CRUMB_DEVICE void mask(int index, int r, float (&x)[NT][8], float (&scale)[8], float (&zero)[8]) {
+        using namespace simt;
+        const int first = kPageTokens * index;
+        bool partial = false;
+#pragma unroll
+        for (int n = 0; n < NT; n++) { partial |= from_[n] > first || to_[n] < first + kPageTokens; }
+        if (!any(partial)) { return; }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int j = first + 32 * (i / 4) + 4 * r + i % 4;
+            u32 seen = 0;
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const bool sees = from_[n] <= j && j < to_[n];
+                if (!sees) { x[n][i] = -float_of(0x7f800000u); }
+                seen |= sees;
+            }
+            seen |= shuffle_xor(seen, 1);
+            seen |= shuffle_xor(seen, 2);
+            if (!seen) { scale[i] = zero[i] = 0; }
+        }
+    }
+
+    // Raises the top of columns by whole octaves: sums scale by powers of two, accumulators shift. 256 pages add at most
+    // 2^30 to an accumulator, so a shift by one where some exceed 2^29 keeps all below 2^31. Only columns that need it
+    // change, so that a column's bits do not depend on its neighbours.
+    CRUMB_DEVICE void rescale(const float (&x)[NT][8], const float (&scale)[8], const bool (&out_of_range)[NT]) {
+        using namespace simt;
+        float factors[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            int largest = 0;
+#pragma unroll
+            for (int t = 0; t <= kTiles; t++) {
+                for (int i = 0; i < 4; i++) { largest |= acc_[n][t][i]; }
+            }
+            u32 needs = u32(out_of_range[n]) | u32(largest >= 1 << 29) << 1;
+#pragma unroll
+            for (int o = 4; o < 32; o *= 2) { needs |= shuffle_xor(needs, o); }
+            float want = kUnset;  // log2 of the largest p s
+#pragma unroll
+            for (int i = 0; i < 8; i++) { want = max_of(want, x[n][i] + max_of(log2_fast(scale[i]), -60.0f)); }
+#pragma unroll
+            for (int o = 4; o < 32; o *= 2) { want = max_of(want, shuffle_xor(want, o)); }
+            factors[n] = 1;
+            const float top = ceilf(want) - 21.0f;  // the largest p s becomes 2^20 .. 2^21 of 2^23
+            if (top_[n] == kUnset) {
+                top_[n] = want > kUnset ? top : kUnset;
+                continue;
+            }
+            const float step = max_of(needs & 1 && want > kUnset ? top - top_[n] : 0.0f, needs & 2 ? 1.0f : 0.0f);
+            if (!(step > 0)) { continue; }
+            const int shift = step < 60 ? int(step) : 60;
+            factors[n] = exp2_fast(-step);
+            top_[n] += step;
+            sum_[n] *= factors[n], zeros_[n] *= factors[n];
+#pragma unroll
+            for (int t = 0; t <= kTiles; t++) {
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const int64_t both = ((int64_t(acc_[n][t][i]) << 8) + acc_[n][t][i + 1]) >> shift;
+                    acc_[n][t][i] = int(both >> 8), acc_[n][t][i + 1] = int(both & 255);
+                }
+            }
+        }
+        if constexpr (F.v.mean) {
+#pragma unroll
+            for (int c = 0; c < D::kColumns; c++) {
+                const float factor = shuffle(factors[c / 4], c % 4);
+                for (float& mean : means_[c]) { mean *= factor; }
+            }
+        }
+    }
+
+    CRUMB_DEVICE void values(const u8* p, int r, int q, const u32 (&fixed)[NT][8]) {
+        using namespace simt;
+        const u8* codes = p + D::kAt.value_codes;
+        constexpr u32 kOnes = 0x01010101u;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            Pair b[NT];
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const u32 four[4] = {fixed[n][4 * half], fixed[n][4 * half + 1], fixed[n][4 * half + 2], fixed[n][4 * half + 3]};
+                b[n] = weight_operand(four, q);
+                mma_u8u8(acc_[n][kTiles], kOnes, kOnes, kOnes, kOnes, b[n].first, b[n].second);
+            }
+#pragma unroll
+            for (int g = 0; g < D::kGroupsV; g++) {
+                const Words2 c = *reinterpret_cast<const Words2*>(codes + value_load(D::kPlanesV, half, g, 0, r, q));
+                const Words2 d = *reinterpret_cast<const Words2*>(codes + value_load(D::kPlanesV, half, g, 1, r, q));
+#pragma unroll
+                for (int f = 0; f < 4; f++) {
+                    const u32 a0 = fields_to(c.x, f), a1 = fields_to(c.y, f), a2 = fields_to(d.x, f), a3 = fields_to(d.y, f);
+#pragma unroll
+                    for (int n = 0; n < NT; n++) { mma_u8u8(acc_[n][4 * g + f], a0, a1, a2, a3, b[n].first, b[n].second); }
+                }
+            }
+            if constexpr (D::kTailV) {
+                const Words2 c = *reinterpret_cast<const Words2*>(codes + value_tail_load(D::kPlanesV, half, r, q));
+#pragma unroll
+                for (int s = 0; s < 2; s++) {
+                    const Pair x0 = value_tail_fields(c.x, s, q), x1 = value_tail_fields(c.y, s, q);
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        mma_u8u8(acc_[n][4 * D::kGroupsV + s], x0.first, x1.first, x0.second, x1.second, b[n].first,
+                                 b[n].second);
+                    }
+                }
+            }
+        }
+    }
+
+    // The page's weight times its mean: a lane has 4 channels of all columns.
+    CRUMB_DEVICE void add_page_mean(const u8* p, const float (&sums)[NT]) {
+        using namespace simt;
+        float total[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            total[n] = sums[n];
+#pragma unroll
+            for (int o = 4; o < 32; o *= 2) { total[n] += shuffle_xor(total[n], o); }
+        }
+        float weight[D::kColumns];
+#pragma unroll
+        for (int c = 0; c < D::kColumns; c++) { weight[c] = shuffle(total[c / 4], c % 4); }
+#pragma unroll
+        for (int g = 0; g < kMeanGroups; g++) {
+            const int channel = 128 * g + 4 * lane();
+            if (channel >= D::kDimV) { continue; }
+            const u32 word = *reinterpret_cast<const u32*>(p + D::kAt.value_mean + channel);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float mean = float(int8_t(word >> (8 * i)));
+#pragma unroll
+                for (int c = 0; c < D::kColumns; c++) { means_[c][4 * g + i] = fma_exact(weight[c], mean, means_[c][4 * g + i]); }
+            }
+        }
+    }
+
+    u32 query_[D::kQueryInRegisters ? kWords : 1];
+    const u32* shared_;
+    HeadConstants head_;
+    float softcap_;
+    float unit_[NT], ones_[NT], offset_[NT], mean_unit_[NT];
+    int centre_[NT], from_[NT], to_[NT];
+    int acc_[NT][kTiles + 1][4];
+    float top_[NT], sum_[NT], zeros_[NT];
+    float means_[F.v.mean ? D::kColumns : 1][4 * kMeanGroups];
+    int pages_;
+};
+
+}  // namespace crumb::cuda

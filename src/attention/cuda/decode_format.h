@@ -1,0 +1,104 @@
+// What the decode kernel knows of a format at compile time: sizes of a warp's ring of pages, of a query as it reads it, of
+// the sums it leaves.
+//
+// Columns. The query rows of a tile times the query heads of a KV head are columns, row by row; a warp takes up to
+// 4 NT of them. A product has 8 columns: high and low bytes of 4.
+//
+// Query record, 32-bit words, one a (tile, KV head, block of columns); map_query() writes it, words of lane 4 r + q belong
+// to column 4 n + r / 2, high bytes for even r, low bytes for odd r:
+//   codes  [NT][G][32][4]  q' = q B as 16-bit integers: planes 64 g + 16 f + 4 q + byte of field f = word; even fields
+//                          hold 4 times the integer, because codes are masked in place and count 4^f
+//   tail   [NT][32][2]     planes 64 G + 16 word + 4 q + byte, times 4
+//   means  [NT][D_k / 64][32][4]  q times the static steps of K's page mean: channels 64 i + 16 q + 4 word + byte
+//   exact  [NT][D_k / 16][32][2]  q in BF16: channels 16 s + 2 q + 8 word + {0, 1}; the low part is what rounding left
+//   column [4 NT][8]       QueryColumn
+#pragma once
+
+#include <crumb/page.h>
+
+#include "attention/cuda/fragments.h"
+
+namespace crumb::cuda {
+
+// Where the parts of a coded page begin: what page.h says, in constant expressions. tests/cuda_fragments_test.cpp holds the
+// two against each other.
+struct PageOffsets {
+    u32 value_codes, key_info, value_info, key_mean, value_mean, bytes;
+};
+
+CRUMB_BOTH constexpr u32 info_bytes(SideInfo info) {
+    return u32(kPageTokens) * (info == SideInfo::scale_zero ? 4 : info == SideInfo::gain16 ? 2 : info == SideInfo::gain8 ? 1 : 0);
+}
+
+CRUMB_BOTH constexpr PageOffsets page_offsets(const PageFormat& f) {
+    PageOffsets at = {};
+    at.value_codes = u32(kPageTokens / 4 * f.k.planes);
+    at.key_info = at.value_codes + u32(kPageTokens / 4 * f.v.planes);
+    at.value_info = at.key_info + info_bytes(f.k.info);
+    at.key_mean = at.value_info + info_bytes(f.v.info);
+    at.value_mean = at.key_mean + u32(f.k.mean ? f.k.dim : 0);
+    at.bytes = at.value_mean + u32(f.v.mean ? f.v.dim : 0);
+    return at;
+}
+
+inline constexpr int kMaxTiles = 3;        // NT
+inline constexpr int kExactTokens = 16;    // of an item of the exact window
+inline constexpr int kSharedBytes = 224 * 1024;
+inline constexpr float kUnset = -1e30f;    // a reference that no token has set
+
+// A column's scalars. Logits are in units of log2.
+struct alignas(16) QueryColumn {
+    float unit;       // of one code of scale 1
+    float ones;       // of one unit of zero
+    float offset;     // the static key mean
+    float mean_unit;  // of one step of the page mean
+    int centre;       // 1.5 x the sum of the integers, which makes digits centred
+    int begin, coded_end, end;  // of its row
+};
+static_assert(sizeof(QueryColumn) == 32);
+
+// Scalars behind the sums of a column.
+enum EntryScalar { kTop, kSum, kCodedSum, kZeroSum, kEntryScalars = 8 };
+
+template <PageFormat F, int NT>
+struct DecodeFormat {
+    static constexpr int kDimK = F.k.dim, kDimV = F.v.dim, kPlanesK = F.k.planes, kPlanesV = F.v.planes;
+    static_assert(kDimK % 64 == 0 && kDimV % 64 == 0 && NT >= 1 && NT <= kMaxTiles);
+    static constexpr int kGroupsK = full_groups(kPlanesK), kGroupsV = full_groups(kPlanesV);
+    static constexpr bool kTailK = has_tail(kPlanesK), kTailV = has_tail(kPlanesV);
+    static constexpr int kColumns = 4 * NT;
+    static constexpr PageOffsets kAt = page_offsets(F);
+    static constexpr u32 kPageBytes = kAt.bytes;
+    static_assert(kPageBytes % 16 == 0);
+
+    // Sums of a column: planes of V, channels of V, scalars. 8 floats behind a multiple of 32 spread columns over banks.
+    static constexpr int kWidth = kPlanesV + kDimV, kStride = kWidth + kEntryScalars;
+    static constexpr int kEntryFloats = kColumns * kStride;
+
+    static constexpr int kCodeWords = NT * (kGroupsK * 128 + kTailK * 64);
+    static constexpr int kMeanWords = F.k.mean ? NT * kDimK * 2 : 0;
+    static constexpr int kExactWords = NT * kDimK * 4;
+    static constexpr int kTailAt = NT * kGroupsK * 128, kMeanAt = kCodeWords, kExactAt = kMeanAt + kMeanWords;
+    static constexpr int kColumnAt = kExactAt + kExactWords;
+    static constexpr int kQueryWords = kColumnAt + kColumns * 8;
+
+    // The query in registers where that is at most 16 of them, else in shared memory.
+    static constexpr bool kQueryInRegisters = (kCodeWords + kMeanWords) / 32 <= 16;
+    static constexpr u32 kQueryBytes = kQueryInRegisters ? 0 : u32(kCodeWords + kMeanWords) * 4;
+
+    // 9 KB of pages on their way a warp are enough (measured: more only lengthens the queue).
+    static constexpr int kStages = kPageBytes >= 4096 ? 2 : kPageBytes >= 2816 ? 3 : 4;
+    static constexpr u32 kRingBytes = kStages * kPageBytes;
+    static constexpr u32 kWarpBytes = (kRingBytes + kEntryFloats * 4 + kQueryBytes + kStages * 8 + 127) / 128 * 128;
+    static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
+    static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);  // registers
+    static constexpr int kWanted = kLargeSums <= 76 ? 12 : 8;
+    static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
+    static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
+    static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps + 128;
+
+    static constexpr u32 kCodedUnits = (kPageBytes + 127) / 128;
+    static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * 2 / 128;
+};
+
+}  // namespace crumb::cuda

@@ -1,0 +1,109 @@
+// The host's side of CUDA attention: what kernels there are for a format, how much memory a step takes, and the launches of
+// a step. No CUDA header: the launches are function pointers, which the .cu files of instances/ fill in, and the tests with
+// the emulator.
+//
+//   once a step:   plan()                     who works on what, from rows and tables that lie on the device
+//   once a layer:  attend()                   map the queries, read the pages, map the sums: three launches
+//
+// All memory is the caller's, nothing is allocated, nothing waits for the device, all arguments are fixed by the shape of
+// the step: rows, tables and pages may change between two replays of a CUDA graph.
+#pragma once
+
+#include "attention/cuda/decode_format.h"
+#include "attention/cuda/maps.h"
+#include "attention/cuda/plan.h"
+
+namespace crumb::cuda {
+
+struct DecodeArgs;
+struct HeadConstants;
+
+using Stream = void*;  // cudaStream_t
+
+// Kernels of one format and one number of columns.
+struct Kernels {
+    PageFormat format;
+    int columns = 0;  // query rows x heads that a warp takes together
+    int warps = 0;    // of a block
+    u32 coded_units = 0, exact_units = 0;
+    u32 query_words = 0, entry_floats = 0;
+    void (*map_query)(const MapArgs& args, int segments, Stream stream) = nullptr;
+    void (*decode)(const DecodeArgs& args, int blocks, Stream stream) = nullptr;
+    void (*map_output)(const MapArgs& args, int segments, Stream stream) = nullptr;
+};
+
+template <PageFormat F, int NT>
+constexpr Kernels kernels_of() {
+    using D = DecodeFormat<F, NT>;
+    Kernels k;
+    k.format = F, k.columns = D::kColumns, k.warps = D::kWarps;
+    k.coded_units = D::kCodedUnits, k.exact_units = D::kExactUnits;
+    k.query_words = D::kQueryWords, k.entry_floats = D::kEntryFloats;
+    return k;
+}
+
+// The shape of a step: it may be larger than what a replay needs (rows with kNoToken).
+struct StepShape {
+    int n_tiles = 0, rows_per_tile = 1;
+    int n_head = 0, n_head_kv = 0;
+    int blocks = 0;  // of the decode kernel: one a multiprocessor
+
+    int group() const { return n_head / n_head_kv; }
+    int column_blocks(int columns) const { return (rows_per_tile * group() + columns - 1) / columns; }
+    int segments(int columns) const { return n_tiles * n_head_kv * column_blocks(columns); }
+};
+
+// The kernels among those of a format that suit `rows * group` columns: the fewest passes over the pages, then the fewest
+// columns that are not there.
+const Kernels* choose(std::span<const Kernels> of_format, const StepShape& shape);
+
+// Byte offsets of a step's arrays in one piece of device memory, 256-byte aligned. `counters` must be 0 before the first
+// launch; the kernels leave it 0.
+struct Workspace {
+    size_t tiles = 0, records = 0, queries = 0, merged = 0, partials = 0, scratch = 0, counters = 0;
+    size_t bytes = 0;
+};
+Workspace workspace(const Kernels& kernels, const StepShape& shape);
+
+// What a step reads that no layer changes. Device pointers.
+struct StepTables {
+    const QueryRow* rows = nullptr;    // [n_tiles][rows_per_tile]
+    const u32* coded_ids = nullptr;    // [sequence][ids_stride], by block index
+    const u32* exact_ids = nullptr;
+    size_t ids_stride = 0;
+    int sink = 0;
+};
+
+// What a layer adds. Device pointers.
+struct LayerData {
+    const std::byte* coded = nullptr;  // block i at coded + i * coded_stride
+    size_t coded_stride = 0;
+    const std::byte* exact = nullptr;
+    size_t exact_stride = 0;
+    const HeadArrays* heads = nullptr;        // [n_head_kv]
+    const HeadConstants* constants = nullptr; // [n_head_kv]
+    const float* sinks = nullptr;             // [n_head] or null
+    float scale = 1.0f;
+    float softcap = 0.0f;
+    const float* q = nullptr;
+    size_t q_token_stride = 0, q_head_stride = 0;  // floats
+    float* out = nullptr;
+    size_t out_stride = 0;
+};
+
+using PlanLaunch = void (*)(const PlanArgs& args, Stream stream);
+
+void plan(const Kernels& kernels, PlanLaunch launch, const StepShape& shape, const StepTables& tables, std::byte* memory,
+          Stream stream);
+void attend(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
+            std::byte* memory, Stream stream);
+
+// What attend() launches, one by one: benchmarks time them apart.
+void map_queries(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
+                 std::byte* memory, Stream stream);
+void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
+                std::byte* memory, Stream stream);
+void map_outputs(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
+                 std::byte* memory, Stream stream);
+
+}  // namespace crumb::cuda

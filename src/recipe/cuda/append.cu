@@ -1,0 +1,30 @@
+#include <cuda_runtime.h>
+
+#include "recipe/cuda/launch.h"
+
+namespace crumb::cuda {
+
+namespace {
+
+__global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_constant__ StoreArgs args) { store_rows(args); }
+
+__global__ void __launch_bounds__(kEncodeThreads) encode_kernel(const __grid_constant__ EncodeArgs args) {
+    extern __shared__ __align__(128) std::byte shared[];
+    Encode::run(args, shared);
+}
+
+}  // namespace
+
+void launch_store(const StoreArgs& args, int n_tokens, void* stream) {
+    if (n_tokens > 0) { store_kernel<<<n_tokens * args.n_head_kv, kStoreThreads, 0, cudaStream_t(stream)>>>(args); }
+}
+
+void launch_encode(const EncodeArgs& args, int n_jobs, void* stream) {
+    if (n_jobs == 0) { return; }
+    const int dim = args.k.format.dim > args.v.format.dim ? args.k.format.dim : args.v.format.dim;
+    const size_t shared = encode_shared_bytes(dim);
+    cudaFuncSetAttribute(encode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    encode_kernel<<<2 * args.n_head_kv * n_jobs, kEncodeThreads, shared, cudaStream_t(stream)>>>(args);
+}
+
+}  // namespace crumb::cuda

@@ -1,0 +1,417 @@
+// The encoder on a device: 64 exact tokens of one KV head and side become the codes and side information of a page, the same
+// bytes as encode_page() gives. A block of kEncodeThreads threads takes one (job, head, side); numbers lie in shared memory
+// by channel, so that the lanes of a warp are tokens.
+//
+// Every sum that the CPU takes in an order is taken in that order: the map runs over i ascending in one thread a (token,
+// direction), the gain's sums run over directions ascending in one thread a (token, start), all six starts at once.
+// Minima, maxima and counts have no order and are split. Compile with -fmad=false: only fma_exact() fuses.
+#pragma once
+
+#include <crumb/recipe.h>
+#include <math.h>
+
+#include "base/cuda/simt.h"
+#include "page/gain8.h"
+
+namespace crumb::cuda {
+
+using simt::u32;
+using simt::u8;
+
+inline constexpr int kEncodeThreads = 256;
+inline constexpr int kStarts = 6;
+inline constexpr int kPitch = kPageTokens + 1;  // floats of a channel: rows and columns are free of bank conflicts
+
+// Block `source` of exact records becomes block `target` of pages; tokens below `keep` are taken over from block `kept`.
+struct EncodeJob {
+    u32 source, target;
+    int keep;
+    u32 kept;
+};
+
+// Static tables of one (KV head, side) on the device: SideTables as pointers, null for what is empty.
+struct EncodeTables {
+    const float *mean, *encode, *sigma, *step, *mean_step;
+    const u8* digits;           // [D]
+    const uint16_t* direction;  // [P]
+    const u8* digit;            // [P]
+    float gain_reference;
+};
+
+struct EncodeSide {
+    SideFormat format;
+    Quantiser quantiser;
+    int bits;
+    int clipped;                 // minmax: the threshold is the clipped-th largest |y|
+    u32 rows_at;                 // of the exact record
+    u32 codes_at, info_at, mean_at;  // of the page
+    const EncodeTables* tables;  // [n_head_kv]
+};
+
+struct EncodeCountsDevice {
+    u32 nonfinite, saturated;
+};
+
+struct EncodeArgs {
+    EncodeSide k, v;
+    const EncodeJob* jobs;  // grid: (job, head, side), side fastest
+    int n_head_kv;
+    const u8* exact;
+    size_t exact_stride, exact_bytes;  // of a block, of a record
+    u8* coded;
+    size_t coded_stride, coded_bytes;
+    EncodeCountsDevice* counts;  // added to
+};
+
+// What the kernel needs to know of a side.
+inline EncodeSide encode_side(const SideRecipe& recipe, const PageFormat& format, bool key, const EncodeTables* tables) {
+    const SideFormat& side = key ? format.k : format.v;
+    EncodeSide s = {};
+    s.format = side;
+    s.quantiser = recipe.quantiser;
+    s.bits = recipe.bits;
+    const int kept = int(recipe.clip * float(side.dim));
+    s.clipped = side.dim - (kept < side.dim - 1 ? kept : side.dim - 1);
+    s.rows_at = key ? 0 : u32(format.k.dim) * kPageTokens * 2;
+    s.codes_at = u32(key ? format.key_codes() : format.value_codes());
+    s.info_at = u32(key ? format.key_info() : format.value_info());
+    s.mean_at = u32(key ? format.key_mean() : format.value_mean());
+    s.tables = tables;
+    return s;
+}
+
+constexpr size_t encode_shared_bytes(int dim) {
+    return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 4 * kStarts * kPageTokens + 8 * kPageTokens);
+}
+
+// What lies in dword i of a side's codes: the inverse of key_code_at() and value_code_at().
+struct KeyWord {
+    int token, plane, field_step, bytes;  // byte b of field f is plane + field_step f + b
+};
+CRUMB_BOTH KeyWord key_word(int planes, int i) {
+    const int groups = planes / 64, quarter = i / 4 % 4, e = i % 4;
+    int block = i / 16;
+    if (block >= 16 * groups) {
+        block -= 16 * groups;
+        return {16 * (block / 2) + 4 * quarter + e, 64 * groups + 4 * (block % 2), 8, 4};
+    }
+    const int q = block % 4, s = block / 4 % 2, group = block / 8 % groups, half = block / 8 / groups;
+    return {32 * half + 16 * s + 4 * (quarter ^ (q & 2)) + e, 64 * group + 4 * q, 16, 4};
+}
+
+struct ValueWord {
+    int token, plane;  // byte b of field f is token + b + (tail ? 4 (f / 2) : 0) of plane + 16 (tail ? f % 2 : f)
+    bool tail;
+};
+CRUMB_BOTH ValueWord value_word(int planes, int i) {
+    const int groups = planes / 64, quarter = i / 4 % 4, e = i % 4, block = i / 16;
+    if (block >= 16 * groups) {
+        const int u = block - 16 * groups;
+        return {8 * u, 64 * groups + 4 * (quarter ^ (u & 2)) + e, true};
+    }
+    const int u = block / 4 / groups * 4 + block % 4, group = block / 4 % groups;
+    return {4 * u, 64 * group + 4 * (quarter ^ (u & 2)) + e, false};
+}
+
+class Encode {
+  public:
+    CRUMB_DEVICE static void run(const EncodeArgs& a, std::byte* shared) {
+        const int side = simt::block() % 2, head = simt::block() / 2 % a.n_head_kv;
+        const EncodeJob job = a.jobs[simt::block() / 2 / a.n_head_kv];
+        const u8* record = a.exact + job.source * a.exact_stride + head * a.exact_bytes;
+        u8* page = a.coded + job.target * a.coded_stride + head * a.coded_bytes;
+        const u8* kept = job.keep > 0 ? a.coded + job.kept * a.coded_stride + head * a.coded_bytes : nullptr;
+        Encode encode(side == 0 ? a.k : a.v, head, shared, a.counts, job.keep);
+        encode.side(side == 0, record, page, kept);
+    }
+
+  private:
+    CRUMB_DEVICE Encode(const EncodeSide& s, int head, std::byte* shared, EncodeCountsDevice* counts, int keep)
+        : s_(s), tables_(s.tables[head]), dim_(s.format.dim), keep_(keep), counts_(counts) {
+        x_ = reinterpret_cast<float*>(shared);
+        y_ = x_ + dim_ * kPitch;
+        code_ = reinterpret_cast<u8*>(y_ + dim_ * kPitch);
+        starts_ = reinterpret_cast<float*>(code_ + (dim_ * kPitch + 15) / 16 * 16);  // [4][kStarts][64]
+        tokens_ = starts_ + 4 * kStarts * kPageTokens;                               // [8][64]
+    }
+
+    static constexpr float kLargestInput = 1e30f, kLargestMapped = 65504.0f, kTiny = 0x1p-24f;
+
+    CRUMB_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
+    CRUMB_DEVICE static float smaller(float a, float b) { return a < b ? a : b; }
+    CRUMB_DEVICE static float clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
+    CRUMB_DEVICE int token() const { return simt::thread() % kPageTokens; }
+    CRUMB_DEVICE int part() const { return simt::thread() / kPageTokens; }  // of kEncodeThreads / 64
+    CRUMB_DEVICE static constexpr int parts() { return kEncodeThreads / kPageTokens; }
+    CRUMB_DEVICE float* of_token(int which) const { return tokens_ + which * kPageTokens; }
+
+    CRUMB_DEVICE void side(bool key, const u8* record, u8* page, const u8* kept) {
+        load(key, record + s_.rows_at);
+        simt::sync_block();
+        if (s_.format.mean) {
+            page_mean(page + s_.mean_at, kept ? kept + s_.mean_at : nullptr);
+            simt::sync_block();
+        }
+        if (tables_.encode) {
+            map();
+            simt::sync_block();
+        } else {
+            float* const unused = y_;
+            y_ = x_;
+            x_ = unused;
+        }
+        clamp_mapped();
+        if (s_.quantiser == Quantiser::minmax) {
+            minmax();
+        } else {
+            gain();
+        }
+        simt::sync_block();
+        write_codes(key, page + s_.codes_at, kept ? kept + s_.codes_at : nullptr);
+        write_info(page + s_.info_at, kept ? kept + s_.info_at : nullptr);
+        if (simt::thread() < kPageTokens && token() >= keep_ && saturated_of()[token()]) {
+            simt::add_device(&counts_->saturated, 1);
+        }
+    }
+
+    CRUMB_DEVICE u32* saturated_of() const { return reinterpret_cast<u32*>(of_token(7)); }
+    CRUMB_DEVICE u32* scale_bits() const { return reinterpret_cast<u32*>(of_token(5)); }
+    CRUMB_DEVICE u32* zero_bits() const { return reinterpret_cast<u32*>(of_token(6)); }
+
+    // K lies by channel, V by token.
+    CRUMB_DEVICE void load(bool key, const u8* rows) {
+        const uint16_t* elements = reinterpret_cast<const uint16_t*>(rows);
+        u32 nonfinite = 0;
+        for (int n = simt::thread(); n < dim_ * kPageTokens; n += kEncodeThreads) {
+            const int channel = key ? n / kPageTokens : n % dim_, t = key ? n % kPageTokens : n / dim_;
+            const u32 bits = elements[n];
+            const bool is_finite = (bits & 0x7f80u) != 0x7f80u, is_nan = (bits & 0x7fffu) > 0x7f80u;
+            nonfinite += t >= keep_ && !is_finite;
+            const float centre = tables_.mean ? tables_.mean[channel] : 0.0f;
+            x_[channel * kPitch + t] = (is_nan ? 0.0f : clamp(simt::float_of(bits << 16), kLargestInput)) - centre;
+        }
+        if (nonfinite > 0) { simt::add_device(&counts_->nonfinite, nonfinite); }
+    }
+
+    CRUMB_DEVICE void page_mean(u8* mean, const u8* kept) {
+        for (int i = simt::thread(); i < dim_; i += kEncodeThreads) {
+            float* row = x_ + i * kPitch;
+            const float step = tables_.mean_step[i];
+            int code;
+            if (kept) {
+                code = int8_t(kept[i]);
+            } else {
+                float sum = 0;
+                for (int t = 0; t < kPageTokens; t++) { sum += row[t]; }
+                code = int(floorf(clamp(sum * (1.0f / kPageTokens) / step, 127.0f) + 0.5f));
+            }
+            mean[i] = u8(code);
+            const float m = float(code) * step;
+            for (int t = 0; t < kPageTokens; t++) { row[t] -= m; }
+        }
+    }
+
+    CRUMB_DEVICE void map() {
+        constexpr int kTogether = 8;
+        const int t = token();
+        for (int j = part() * kTogether; j < dim_; j += parts() * kTogether) {
+            float sum[kTogether] = {};
+            const float* column = tables_.encode + j;
+            for (int i = 0; i < dim_; i++, column += dim_) {
+                const float x = x_[i * kPitch + t];
+#pragma unroll
+                for (int k = 0; k < kTogether; k++) { sum[k] = simt::fma_exact(x, column[k], sum[k]); }
+            }
+#pragma unroll
+            for (int k = 0; k < kTogether; k++) { y_[(j + k) * kPitch + t] = sum[k]; }
+        }
+    }
+
+    // f(|y|) over all directions of the thread's token, by `join`.
+    template <class F, class J>
+    CRUMB_DEVICE float over_directions(float from, F f, J join) {
+        const int t = token();
+        float x = from;
+        for (int j = part(); j < dim_; j += parts()) { x = join(x, f(y_[j * kPitch + t])); }
+        simt::sync_block();
+        starts_[part() * kPageTokens + t] = x;
+        simt::sync_block();
+        x = starts_[t];
+        for (int p = 1; p < parts(); p++) { x = join(x, starts_[p * kPageTokens + t]); }
+        return x;
+    }
+
+    CRUMB_DEVICE void clamp_mapped() {
+        const float largest = over_directions(0.0f, [](float y) { return fabsf(y); }, larger);
+        const int t = token();
+        for (int j = part(); j < dim_; j += parts()) { y_[j * kPitch + t] = clamp(y_[j * kPitch + t], kLargestMapped); }
+        if (part() == 0) { saturated_of()[t] = largest > kLargestMapped; }
+        simt::sync_block();
+    }
+
+    // The clipped-th largest |y|: the largest number that so many reach, by halving the range of its bits.
+    CRUMB_DEVICE float threshold() {
+        const float largest = over_directions(0.0f, [](float y) { return fabsf(y); }, larger);
+        if (s_.clipped <= 1) { return largest; }
+        u32 low = 0, high = simt::bits_of(largest) + 1;
+        for (int step = 0; step < 31; step++) {
+            const u32 middle = low + (high - low) / 2;
+            const float reached = over_directions(
+                0.0f, [&](float y) { return simt::bits_of(fabsf(y)) >= middle ? 1.0f : 0.0f; },
+                [](float a, float b) { return a + b; });
+            if (low + 1 < high) { (reached >= float(s_.clipped) ? low : high) = middle; }
+        }
+        return simt::float_of(low);
+    }
+
+    CRUMB_DEVICE void minmax() {
+        const float limit = threshold();
+        const int t = token(), levels = 1 << s_.bits;
+        const auto clipped = [&](float y) { return smaller(larger(y, -limit), limit); };
+        const float low = over_directions(limit, clipped, smaller), high = over_directions(-limit, clipped, larger);
+        const u32 s = simt::to_half(larger((high - low) / float(levels - 1), kTiny));
+        const float scale = simt::half_low(s);
+        const u32 z = simt::to_half(low + scale * (0.5f * float(levels - 1)));
+        const float zero = simt::half_low(z);
+        if (part() == 0) { scale_bits()[t] = s, zero_bits()[t] = z; }
+        for (int j = part(); j < dim_; j += parts()) {
+            const float position = (clipped(y_[j * kPitch + t]) - zero) / scale + float(levels / 2);
+            code_[j * kPitch + t] = u8(int(smaller(larger(position, 0.0f), float(levels - 1))));
+        }
+    }
+
+    CRUMB_DEVICE static float code_of(float u, float inverse, float levels) {
+        const float position = simt::fma_exact(u, inverse, 0.5f * levels);
+        return float(int(smaller(larger(position, 0.0f), levels - 1.0f)));
+    }
+
+    CRUMB_DEVICE void gain() {
+        constexpr float kStart[kStarts] = {0.6f, 0.75f, 0.9f, 1.05f, 1.25f, 1.5f};
+        float* const rms = of_token(0);
+        const int t = token();
+        if (part() == 0) {
+            float energy = 0;
+            int n = 0;
+            for (int j = 0; j < dim_; j++) {
+                if (tables_.digits[j] == 0) { continue; }
+                const float normal = y_[j * kPitch + t] / tables_.sigma[j];
+                energy = simt::fma_exact(normal, normal, energy);
+                n++;
+            }
+            rms[t] = sqrtf(energy / float(n));
+        }
+        simt::sync_block();
+        for (int j = part(); j < dim_; j += parts()) {
+            if (tables_.digits[j] > 0) { y_[j * kPitch + t] /= tables_.step[j]; }
+        }
+        simt::sync_block();
+        float *const errors = starts_, *const gains = starts_ + kStarts * kPageTokens;
+        u32* const stored = reinterpret_cast<u32*>(gains + kStarts * kPageTokens);  // bits, out of range in bit 16
+        for (int n = simt::thread(); n < kStarts * kPageTokens; n += kEncodeThreads) {
+            const int at = n % kPageTokens;
+            float start = kStart[0];
+#pragma unroll
+            for (int i = 1; i < kStarts; i++) { start = n / kPageTokens == i ? kStart[i] : start; }
+            float inverse = 1.0f / larger(start * rms[at], kTiny), fit = 0, norm = 0, error = 0;
+            for (int j = 0; j < dim_; j++) {
+                if (tables_.digits[j] == 0) { continue; }
+                const float levels = float(1 << (2 * tables_.digits[j])), step = tables_.step[j], u = y_[j * kPitch + at];
+                const float c = code_of(u, inverse, levels) - 0.5f * (levels - 1.0f), weighted = step * step * c;
+                fit = simt::fma_exact(weighted, u, fit);
+                norm = simt::fma_exact(weighted, c, norm);
+            }
+            u32 bits;
+            const float gain = round_to_stored(larger(fit / norm, kTiny), bits);
+            inverse = 1.0f / gain;
+            for (int j = 0; j < dim_; j++) {
+                if (tables_.digits[j] == 0) { continue; }
+                const float levels = float(1 << (2 * tables_.digits[j])), step = tables_.step[j], u = y_[j * kPitch + at];
+                const float c = code_of(u, inverse, levels) - 0.5f * (levels - 1.0f);
+                const float miss = simt::fma_exact(-c, gain, u);
+                error = simt::fma_exact(step * step * miss, miss, error);
+            }
+            errors[n] = error, gains[n] = gain, stored[n] = bits;
+        }
+        simt::sync_block();
+        int best = 0;
+        for (int i = 1; i < kStarts; i++) {
+            if (errors[i * kPageTokens + t] < errors[best * kPageTokens + t]) { best = i; }
+        }
+        const u32 bits = stored[best * kPageTokens + t];
+        const float inverse = 1.0f / gains[best * kPageTokens + t];
+        if (part() == 0) {
+            scale_bits()[t] = bits & 0xffffu;
+            saturated_of()[t] |= bits >> 16;
+        }
+        for (int j = part(); j < dim_; j += parts()) {
+            if (tables_.digits[j] == 0) { continue; }
+            code_[j * kPitch + t] = u8(code_of(y_[j * kPitch + t], inverse, float(1 << (2 * tables_.digits[j]))));
+        }
+    }
+
+    CRUMB_DEVICE float round_to_stored(float gain, u32& bits) const {
+        if (s_.format.info == SideInfo::gain8) {
+            const Gain8 stored = gain8_of(gain / tables_.gain_reference);
+            bits = stored.code | u32(stored.saturated) << 16;
+            return gain8_value_of(stored.code) * tables_.gain_reference;
+        }
+        const u32 stored = simt::to_half(gain);
+        bits = stored | u32(gain > kLargestMapped) << 16;
+        return simt::half_low(stored);
+    }
+
+    CRUMB_DEVICE u32 code_at(int plane, int t) const {
+        const int direction = tables_.direction[plane];
+        return direction == kNoDirection ? 0u : u32(code_[direction * kPitch + t]) >> (2 * tables_.digit[plane]) & 3u;
+    }
+
+    CRUMB_DEVICE void write_codes(bool key, u8* codes, const u8* kept) const {
+        const int planes = s_.format.planes;
+        for (int i = simt::thread(); i < 4 * planes; i += kEncodeThreads) {
+            u32 word = 0, old = 0;  // old: bytes and fields of tokens that are taken over
+            if (key) {
+                const KeyWord w = key_word(planes, i);
+                for (int f = 0; f < 4; f++) {
+                    for (int b = 0; b < 4; b++) { word |= code_at(w.plane + w.field_step * f + b, w.token) << (8 * b + 2 * f); }
+                }
+                old = w.token < keep_ ? ~0u : 0u;
+            } else {
+                const ValueWord w = value_word(planes, i);
+                for (int f = 0; f < 4; f++) {
+                    for (int b = 0; b < 4; b++) {
+                        const int t = w.token + b + (w.tail ? 4 * (f / 2) : 0);
+                        word |= code_at(w.plane + 16 * (w.tail ? f % 2 : f), t) << (8 * b + 2 * f);
+                        if (t < keep_) { old |= 3u << (8 * b + 2 * f); }
+                    }
+                }
+            }
+            if (old) { word = (word & ~old) | (reinterpret_cast<const u32*>(kept)[i] & old); }
+            reinterpret_cast<u32*>(codes)[i] = word;
+        }
+    }
+
+    CRUMB_DEVICE void write_info(u8* info, const u8* kept) const {
+        const int t = token();
+        if (part() != 0) { return; }
+        if (s_.format.info == SideInfo::gain8) {
+            info[t] = t < keep_ ? kept[t] : u8(scale_bits()[t]);
+            return;
+        }
+        const auto write = [&](int at, u32 bits) {
+            reinterpret_cast<uint16_t*>(info)[at] = t < keep_ ? reinterpret_cast<const uint16_t*>(kept)[at] : uint16_t(bits);
+        };
+        write(t, scale_bits()[t]);
+        if (s_.format.info == SideInfo::scale_zero) { write(kPageTokens + t, zero_bits()[t]); }
+    }
+
+    const EncodeSide& s_;
+    const EncodeTables tables_;
+    int dim_, keep_;
+    EncodeCountsDevice* counts_;
+    float *x_, *y_;   // [D][kPitch]
+    u8* code_;        // [D][kPitch]
+    float* starts_;
+    float* tokens_;   // rms, -, -, -, -, scale, zero, saturated
+};
+
+}  // namespace crumb::cuda

@@ -1,0 +1,133 @@
+// The kernels on a GPU: every format of the build, the same cases as on the emulator and longer ones; the encoder's bytes;
+// a step in a CUDA graph. Run by tools/gpu/test.sh, under compute-sanitizer too (--gtest_filter=*Short*).
+#include <gtest/gtest.h>
+
+#include "cuda/decode_cases.h"
+#include "cuda/encode_cases.h"
+#include "cuda/gpu_machine.h"
+#include "recipe/cuda/launch.h"
+
+namespace crumb::cuda {
+
+namespace {
+
+std::string name_of_format(const PageFormat& f) {
+    const char* info[] = {"none", "scale_zero", "gain16", "gain8"};
+    return fmt::format("d{}_k{}_v{}_{}{}", f.k.dim, f.k.planes, f.v.planes, info[int(f.k.info)], f.k.mean ? "_mean" : "");
+}
+
+class DeviceDecode : public testing::TestWithParam<size_t> {
+  protected:
+    const std::vector<Kernels>& kernels() const { return all_kernels()[GetParam()]; }
+    GpuMachine machine;
+};
+
+TEST_P(DeviceDecode, ShortSequences) {
+    Cases cases(machine, kernels());
+    cases.step.blocks = 5;
+    cases.ends(4, 2, {410, 65, 1, 190}, 1, 1.0f, true);
+    cases.ends(12, 1, {300}, 2, 1.0f, false);
+    cases.bounds();
+    cases.unseen();
+}
+
+TEST_P(DeviceDecode, AllGroupSizesAndRows) {
+    Cases cases(machine, kernels());
+    cases.step.blocks = multiprocessors();
+    for (int group = 1; group <= 16; group++) cases.ends(2 * group, 2, {1410, 65}, 1, 1.0f, true);
+    for (int rows = 1; rows <= 8; rows++) cases.ends(8, 2, {700, 260}, rows, 1.0f, false);
+}
+
+TEST_P(DeviceDecode, RaggedBatchesTwice) {
+    Cases cases(machine, kernels());
+    std::vector<int> lengths;
+    for (int i = 0; i < 60; i++) lengths.push_back(1 + i * i * 7 % 1900);
+    cases.same_bits(lengths, {1, 17, multiprocessors()});
+    cases.same_bits({30000, 3}, {multiprocessors()});
+}
+
+TEST_P(DeviceDecode, DataThatHurts) {
+    Cases cases(machine, kernels());
+    cases.step.blocks = multiprocessors();
+    for (const float query : {0.0f, 1e-20f, 0.1f, 6.0f, 60.0f, 1000.0f}) cases.ends(4, 2, {3000}, 1, query, false);
+    cases.softcap_and_sinks();
+    cases.odd_queries();
+    cases.odd_pages();
+}
+
+std::vector<size_t> indices() {
+    std::vector<size_t> all(all_kernels().size());
+    for (size_t i = 0; i < all.size(); i++) all[i] = i;
+    return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, DeviceDecode, testing::ValuesIn(indices()),
+                         [](const auto& index) { return name_of_format(all_kernels()[index.param][0].format); });
+
+TEST(DeviceEncode, ShortBytesAreThoseOfTheCpu) {
+    GpuMachine machine;
+    for (const Recipe& recipe : encoder_recipes()) {
+        for (const int dim : {64, 128, 256}) expect_same_pages(machine, launch_encode, recipe, dim, dim, kAllRows);
+        expect_same_pages(machine, launch_encode, recipe, 128, 80, kAllRows);
+    }
+}
+
+// A step is captured once and replayed; the output is that of the launches themselves.
+TEST(DeviceGraph, ShortReplaysGiveTheSame) {
+    GpuMachine machine;
+    const std::vector<Kernels>& kernels = all_kernels()[0];
+    const PageFormat& f = kernels[0].format;
+    test::World world({8, 2, f.k.dim, f.v.dim}, f);
+    world.add_sequence(1000);
+    world.make_queries(1);
+    const auto rows = Cases::rows_at_end({1000}, 1, 100);
+    const auto plain = world.run_by(
+        [&](const AttentionLayer& layer, const std::vector<QueryRow>& r, int sink, std::span<const SequenceView> views,
+            const AttentionIo& io) { attend_on(machine, kernels, {.blocks = 9}, layer, r, sink, views, io, 1); },
+        rows, 64);
+    const auto replayed = world.run_by(
+        [&](const AttentionLayer& layer, const std::vector<QueryRow>& r, int sink, std::span<const SequenceView> views,
+            const AttentionIo& io) {
+            const StepShape shape = {1, 1, layer.n_head, layer.n_head_kv, 9};
+            const Kernels& chosen = *choose(kernels, shape);
+            const DevicePool coded = put_blocks(machine, views, true), exact = put_blocks(machine, views, false);
+            const StepTables tables = {machine.put(r), machine.put(coded.ids[0]), machine.put(exact.ids[0]), coded.ids[0].size(), sink};
+            const DeviceLayer heads = put_tables(machine, layer.tables);
+            LayerData data = {.coded = coded.base, .coded_stride = coded.stride, .exact = exact.base, .exact_stride = exact.stride};
+            data.heads = heads.heads, data.constants = heads.constants, data.scale = layer.scale;
+            data.q = machine.put(world.q), data.q_token_stride = io.token_stride, data.q_head_stride = io.head_stride;
+            data.out = machine.put(std::vector<float>(io.out_stride)), data.out_stride = io.out_stride;
+            const Workspace w = workspace(chosen, shape);
+            std::byte* memory = static_cast<std::byte*>(machine.allocate(w.bytes));
+            machine.zero(memory, w.bytes);
+            cudaStream_t stream;
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            require(cudaStreamCreate(&stream), "stream");
+            require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+            plan(chosen, launch_plan, shape, tables, memory, stream);
+            attend(chosen, shape, tables, data, memory, stream);
+            require(cudaStreamEndCapture(stream, &graph), "end of capture");
+            require(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+            for (int i = 0; i < 3; i++) require(cudaGraphLaunch(exec, stream), "replay");
+            require(cudaStreamSynchronize(stream), "replays");
+            machine.download(io.out, data.out, io.out_stride * sizeof(float));
+            cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+        },
+        rows, 64);
+    EXPECT_EQ(plain.out, replayed.out);
+}
+
+}  // namespace
+
+}  // namespace crumb::cuda
+
+int main(int argc, char** argv) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        std::puts("no CUDA device: nothing was tested");
+        return 77;
+    }
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
+}

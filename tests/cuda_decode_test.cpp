@@ -1,0 +1,81 @@
+// The decode kernels' source, thread by thread on the emulator, against attention in double precision.
+#include <gtest/gtest.h>
+
+#include "cuda/decode_cases.h"
+#include "cuda/emulated_machine.h"
+
+namespace crumb::cuda {
+
+namespace {
+
+constexpr PageFormat format(int dim, int planes_k, int planes_v, SideInfo info, bool mean) {
+    return {.k = {dim, planes_k, info, mean}, .v = {dim, planes_v, info, mean}};
+}
+
+constexpr PageFormat kScaleZero = format(64, 64, 64, SideInfo::scale_zero, false);
+constexpr PageFormat kTails = format(64, 96, 32, SideInfo::gain8, true);
+constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
+
+class CudaDecode : public testing::Test {
+  protected:
+    EmulatedMachine machine;
+};
+
+TEST_F(CudaDecode, ScaleAndZeroWithAllGroupSizes) {
+    const Kernels kernels[] = {emulated_kernels<kScaleZero, 1>(), emulated_kernels<kScaleZero, 2>(),
+                               emulated_kernels<kScaleZero, 3>()};
+    Cases cases(machine, kernels);
+    for (const int group : {1, 2, 4, 5, 8, 12, 16}) {
+        cases.ends(2 * group, 2, {410, 65}, 1, 1.0f, true);
+    }
+    cases.ends(12, 2, {300, 66, 700}, 3, 1.0f, false);
+    cases.ends(4, 1, {460, 8}, 8, 1.0f, false);
+}
+
+TEST_F(CudaDecode, OddPlanesByteGainsAndPageMeans) {
+    const Kernels kernels[] = {emulated_kernels<kTails, 1>()};
+    Cases cases(machine, kernels);
+    cases.ends(4, 2, {410, 65, 1, 190}, 1, 1.0f, true);
+    cases.ends(2, 2, {500}, 2, 8.0f, false);
+    cases.same_bits({1000, 30}, {2});
+    cases.bounds();
+}
+
+TEST_F(CudaDecode, MorePlanesOfKeysThanOfValues) {
+    const Kernels kernels[] = {emulated_kernels<kWide, 1>()};
+    Cases cases(machine, kernels);
+    cases.ends(4, 1, {700, 257}, 1, 2.0f, true);
+}
+
+TEST_F(CudaDecode, BoundsOfRows) {
+    const Kernels kernels[] = {emulated_kernels<kScaleZero, 1>(), emulated_kernels<kScaleZero, 3>()};
+    Cases cases(machine, kernels);
+    cases.bounds();
+    cases.softcap_and_sinks();
+}
+
+TEST_F(CudaDecode, WhatIsNotFinite) {
+    const Kernels kernels[] = {emulated_kernels<kScaleZero, 1>(), emulated_kernels<kScaleZero, 2>()};
+    Cases cases(machine, kernels);
+    cases.unseen();
+    cases.odd_queries();
+    cases.odd_pages();
+}
+
+TEST_F(CudaDecode, RaggedBatchesOnAnyNumberOfBlocks) {
+    const Kernels kernels[] = {emulated_kernels<kScaleZero, 1>()};
+    Cases cases(machine, kernels);
+    cases.same_bits({900, 3, 64, 65, 130, 1, 700, 257, 258, 40, 41, 320}, {1, 5});
+    cases.same_bits({20000}, {2});  // more than 256 pages: accumulators make room
+}
+
+// Logits from flat to peaky, rising along the sequence, with values whose scales lie decades apart.
+TEST_F(CudaDecode, DataThatHurts) {
+    const Kernels kernels[] = {emulated_kernels<kScaleZero, 1>()};
+    Cases cases(machine, kernels);
+    for (const float query : {0.0f, 1e-20f, 0.1f, 6.0f, 60.0f}) cases.ends(4, 2, {1500}, 1, query, false);
+}
+
+}  // namespace
+
+}  // namespace crumb::cuda

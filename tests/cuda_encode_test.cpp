@@ -1,0 +1,68 @@
+// The device's encoder, thread by thread on the emulator: the bytes of encode_page(), whatever the data.
+#include <gtest/gtest.h>
+
+#include "cuda/emulated_machine.h"
+#include "cuda/encode_cases.h"
+#include "recipe/cuda/store.h"
+
+namespace crumb::cuda {
+
+namespace {
+
+void emulated_encode(const EncodeArgs& args, int n_jobs, Stream) {
+    const size_t shared = encode_shared_bytes(std::max(args.k.format.dim, args.v.format.dim));
+    simt::emulate({2 * args.n_head_kv * n_jobs, kEncodeThreads, shared, emulated_seed++},
+                  [&](std::byte* memory) { Encode::run(args, memory); });
+}
+
+TEST(CudaEncode, BytesAreThoseOfTheCpu) {
+    EmulatedMachine machine;
+    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode, recipe, 64, 64, kAllRows);
+}
+
+TEST(CudaEncode, OtherHeadSizes) {
+    EmulatedMachine machine;
+    const Rows kinds[] = {Rows::normal, Rows::nonfinite};
+    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode, recipe, 128, 80, kinds);
+}
+
+TEST(CudaStore, RowsLieWhereRecordsHaveThem) {
+    const int dim_k = 64, dim_v = 128, heads = 3, tokens = 7;
+    const PageFormat format = bf16_format(dim_k, dim_v);
+    std::vector<std::byte> want(4 * heads * format.bytes(), std::byte(9)), got = want;
+    const std::vector<bf16> k = rows_of(Rows::normal, dim_k, 1), v = rows_of(Rows::normal, dim_v, 2);
+    std::vector<u32> blocks, slots;
+    for (int t = 0; t < tokens; t++) {
+        blocks.push_back(u32(3 - t / 2)), slots.push_back(u32(61 + 3 * t));
+        for (int h = 0; h < heads; h++) {
+            std::byte* record = &want[(blocks[t] * heads + h) * format.bytes()];
+            set_key(format, record, int(slots[t] % 64), std::span(k).subspan(size_t(t * heads + h) * dim_k, dim_k));
+            set_value(format, record, int(slots[t] % 64), std::span(v).subspan(size_t(t * heads + h) * dim_v, dim_v));
+        }
+    }
+    const StoreArgs args = {&k[0].bits, &v[0].bits, blocks.data(), slots.data(), reinterpret_cast<u8*>(got.data()),
+                            heads * format.bytes(), dim_k, dim_v, heads};
+    simt::emulate({tokens * heads, kStoreThreads, 0}, [&](std::byte*) { store_rows(args); });
+    EXPECT_EQ(got, want);
+}
+
+TEST(CudaEncode, WordsAreTheInverseOfTheMap) {
+    for (const int planes : {32, 64, 96, 128, 224, 512}) {
+        for (int i = 0; i < 4 * planes; i++) {
+            const KeyWord k = key_word(planes, i);
+            const ValueWord v = value_word(planes, i);
+            for (int f = 0; f < 4; f++) {
+                for (int b = 0; b < 4; b++) {
+                    const CodeAt at = {4u * uint32_t(i) + uint32_t(b), 2u * uint32_t(f)};
+                    EXPECT_EQ(key_code_at(planes, k.token, k.plane + k.field_step * f + b), at);
+                    const int t = v.token + b + (v.tail ? 4 * (f / 2) : 0), p = v.plane + 16 * (v.tail ? f % 2 : f);
+                    EXPECT_EQ(value_code_at(planes, t, p), at);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+}  // namespace crumb::cuda
