@@ -5,7 +5,7 @@
 // V: probability x scale as 15-bit fixed point relative to 2^top: x = 2^23 + dither + p s keeps the integer in bits
 // 8..22, and the dither (8 levels over the rows) makes the cut unbiased. `top` is raised, rarely, when p s would leave the
 // range. The integers' own sum, from one more product with ones, centres the digits: the exact sum would not do
-// (prototypes/cpu: 0.17 of the norm where softmax is flat, 0.02 with the rounded one).
+// (measured on the CPU: an error of 0.17 of the norm where softmax is flat, 0.02 with the rounded one).
 // Whatever the numbers are, a page takes two attempts at most; what is not finite ends as NaN in its own column.
 //
 // Measured for the prototype of this design, another byte map and no means: 420 instructions a page at D = P = 128 and 4
