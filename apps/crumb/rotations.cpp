@@ -51,14 +51,6 @@ int rotations(int argc, char** argv) {
             }
         }
     };
-    const auto not_an_input = [&](std::initializer_list<std::filesystem::path> inputs) {
-        for (const auto& input : inputs) {
-            std::error_code error;
-            if (std::filesystem::equivalent(input, output, error)) {
-                fail("-o {} is also read: name another file", output.string());
-            }
-        }
-    };
     const auto beside = [&](const std::filesystem::path& chosen) { return chosen.empty() ? llama::default_artefact(model) : chosen; };
 
     if (import->parsed()) {
