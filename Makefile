@@ -42,7 +42,7 @@ test: setup build ## everything: fetch two small models and text, run all tests
 	@$(ctest)
 
 test-fast: setup build ## the tests that need no model
-	@$(ctest) -L fast
+	@$(ctest) -L fast -j $(JOBS)
 
 demo: setup build ## chat about a document with a compressed cache; MODEL=smollm2|qwen
 	@tools/fetch.py model $(MODEL) >/dev/null
