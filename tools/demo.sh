@@ -28,5 +28,11 @@ if [[ ! -e $artefact ]]; then
         -f "$text/calibration/docs.txt" -f "$text/calibration/prose.txt" -f "$text/calibration/code.txt"
 fi
 
-exec "$crumb" compare -m "$model" --kv oscar --kv-artifact "$artefact" -f "$text/document.txt" \
+"$crumb" compare -m "$model" --kv oscar --kv-artifact "$artefact" -f "$text/document.txt" \
     -p "Question: according to the text above, what does it mean when a recv returns 0 bytes? Answer in one sentence." -n 64
+
+cat >&2 <<END
+
+Chat with it:
+    $crumb chat -m $model --kv oscar --kv-artifact $artefact -c 8192
+END

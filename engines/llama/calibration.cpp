@@ -22,6 +22,8 @@ namespace {
 // More of a text is not read: languages need three to five, and some tokenizers take the square of the length in time.
 constexpr size_t kMostBytesPerToken = 8;
 
+constexpr int kShortestWindow = 256;
+
 // The beginning of a text, enough for n tokens.
 std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
     std::ifstream in(file, std::ios::binary);
@@ -55,8 +57,10 @@ Windows windows_of(const llama_model* model, const CalibrationOptions& o) {
         texts.push_back(tokenize(model, read_beginning(file, o.tokens), false, false));
     }
 
+    // Few tokens make short windows, so that every text that provenance names was read.
+    const int share = std::max(kShortestWindow, int(o.tokens / std::max<size_t>(o.texts.size(), 1)));
     Windows windows;
-    const size_t room = size_t(o.window) - add_bos;
+    const size_t room = size_t(std::min(o.window, share)) - add_bos;
     size_t left = o.tokens, longest = 0;
     for (const Window& text : texts) {
         longest = std::max(longest, text.size());
