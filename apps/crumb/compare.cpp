@@ -2,11 +2,11 @@
 // document again side by side for the divergence of every next-token distribution.
 #include "command_line.h"
 #include "commands.h"
+#include "progress.h"
 #include "session.h"
 
 #include <crumb/error.h>
 #include <crumb/eval.h>
-
 
 #include <algorithm>
 #include <chrono>
@@ -37,13 +37,19 @@ llama_token most_likely(llama_context* context, int n_vocab) {
     return llama_token(std::max_element(logits, logits + n_vocab) - logits);
 }
 
-Answer answer(const llama_model* model, llama_context* context, std::span<const llama_token> prompt, int n_predict, int n_ubatch) {
+void show(llama::Progress& progress, size_t done, size_t all) { progress.at(double(done), fmt::format("{} of {} tokens", done, all)); }
+
+Answer answer(const std::string& kv, const llama_model* model, llama_context* context, std::span<const llama_token> prompt,
+              int n_predict, int n_ubatch) {
+    llama::Progress progress("reading the document with " + kv, double(prompt.size()));
     using clock = std::chrono::steady_clock;
     const auto* vocab = llama_model_get_vocab(model);
     const int n_vocab = llama_vocab_n_tokens(vocab);
     const auto start = clock::now();
     for (size_t at = 0; at < prompt.size(); at += n_ubatch) {
-        llama::decode(context, prompt.subspan(at, std::min<size_t>(n_ubatch, prompt.size() - at)), int(at), true);
+        const auto step = prompt.subspan(at, std::min<size_t>(n_ubatch, prompt.size() - at));
+        llama::decode(context, step, int(at), true);
+        show(progress, at + step.size(), prompt.size());
     }
     const auto read = clock::now();
     std::vector<llama_token> tokens;
@@ -89,16 +95,14 @@ int compare(int argc, char** argv) {
     const auto base = llama::new_context(model.get(), shape, std::nullopt);
     const auto coded = llama::new_context(model.get(), shape, arguments.kv);
     const auto bytes = llama::kv_status()->bytes;
-    std::fprintf(stderr, "reading the document with 16-bit KV ...\n");
-    const Answer a = answer(model.get(), base.get(), prompt, n_predict, ubatch);
+    const Answer a = answer("16-bit KV", model.get(), base.get(), prompt, n_predict, ubatch);
     std::printf("--- 16-bit KV\n%s\n\n", a.text.c_str());
     std::fflush(stdout);
-    std::fprintf(stderr, "reading the document with --kv %s ...\n", arguments.kv->recipe.c_str());
-    const Answer b = answer(model.get(), coded.get(), prompt, n_predict, ubatch);
+    const Answer b = answer("--kv " + arguments.kv->recipe, model.get(), coded.get(), prompt, n_predict, ubatch);
     std::printf("--- --kv %s\n%s\n\n", arguments.kv->recipe.c_str(), b.text.c_str());
     std::fflush(stdout);
 
-    std::fprintf(stderr, "comparing the distributions ...\n");
+    llama::Progress progress("comparing the distributions", double(text.size()));
     DivergenceSum divergence;
     llama_memory_clear(llama_get_memory(base.get()), true);
     llama_memory_clear(llama_get_memory(coded.get()), true);
@@ -112,6 +116,7 @@ int compare(int argc, char** argv) {
             divergence.add({llama_get_logits_ith(base.get(), int(i)), size_t(n_vocab)},
                            {llama_get_logits_ith(coded.get(), int(i)), size_t(n_vocab)}, text[at + i + 1]);
         }
+        show(progress, at + tokens.size(), text.size());
     }
     const Divergence d = divergence.result();
     const std::string mib16 = fmt::format("{:.1f} MiB", bytes.bf16_equivalent / 1048576.0), mib = fmt::format("{:.1f} MiB", bytes.total() / 1048576.0);

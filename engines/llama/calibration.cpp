@@ -230,6 +230,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     if (o.metric == "local") {
         metrics = local.metrics();
     }
+    std::fprintf(stderr, "fitting rotations and bases of %zu layers\n", coded.size());
     Artefact artefact = fit(moments, o.method, std::move(provenance));
     add_planes(artefact, moments, coded, metrics, n_threads);
     write_artefact(artefact, output);
