@@ -7,11 +7,11 @@
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
-
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <map>
+#include <thread>
 
 namespace crumb::app {
 
@@ -59,7 +59,7 @@ void print_geometry(const CacheConfig& config) {
     if (without) { std::printf("  %d layers without K and V of their own\n", without); }
 }
 
-void print_cost(const CacheConfig& config) {
+void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, int threads) {
     const CacheBytes bytes = cache_bytes(config);
     std::printf("\n--kv %s at %lld tokens, %d sequences, ubatch %d, sink %d, recent %d:\n", label(config.recipe).c_str(),
                 static_cast<long long>(config.tokens_total), config.n_sequences, config.max_step_tokens, config.sink, config.recent);
@@ -92,6 +92,9 @@ void print_cost(const CacheConfig& config) {
     std::printf("  sinks and recent tokens   %10.2f MiB (BF16)\n", mib(bytes.exact));
     std::printf("  sliding-window layers     %10.2f MiB (BF16)\n", mib(bytes.window));
     std::printf("  together                  %10.2f MiB, allocated at start, nothing grows with the context\n", mib(bytes.total()));
+    std::printf("  beside it                 %10.2f MiB: maps of the layers %.2f, attention's working memory %.2f (%d threads%s)\n",
+                mib(working.maps + working.attention), mib(working.maps), mib(working.attention), threads,
+                config.recipe.slow() ? "; decoded pages, some MiB, are not counted" : "");
     std::printf("  16-bit KV                 %10.2f MiB, %.2f times as much\n", mib(bytes.bf16_equivalent),
                 double(bytes.bf16_equivalent) / double(bytes.total()));
     std::printf("  bits per element          %10.3f, windows included\n", bytes.effective_bits);
@@ -164,12 +167,13 @@ int inspect(int argc, char** argv) {
     KvArguments arguments = take_kv_arguments(argc, argv);
     std::filesystem::path model_file, artefact, page;
     bool list = false;
-    int n_ctx = 32768, n_parallel = 1, ubatch = 512, head_dim = 128;
+    int n_ctx = 32768, n_parallel = 1, ubatch = 512, threads = int(std::thread::hardware_concurrency()), head_dim = 128;
     app.add_flag("--recipes", list, "list the recipes");
     app.add_option("-m,--model", model_file, "GGUF model: its KV geometry, and what --kv costs");
     app.add_option("-c,--ctx-size", n_ctx, "tokens a sequence")->capture_default_str()->check(CLI::Range(1, 1 << 24));
     app.add_option("--parallel", n_parallel, "sequences")->capture_default_str()->check(CLI::Range(1, 4096));
     app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
+    app.add_option("-t,--threads", threads, "threads")->capture_default_str()->check(CLI::Range(1, 4096));
     app.add_option("--artifact", artefact, "an artefact's provenance");
     app.add_option("--page", page, "a page's bytes, decoded (with --kv and --head-dim)");
     app.add_option("--head-dim", head_dim, "head size of --page")->capture_default_str();
@@ -190,7 +194,7 @@ int inspect(int argc, char** argv) {
         kv.recipe = "bf16";
         const CacheConfig config = llama::cache_geometry(*model, arguments.kv.value_or(kv), n_ctx, n_parallel, ubatch);
         print_geometry(config);
-        if (arguments.kv) { print_cost(config); }
+        if (arguments.kv) { print_cost(config, llama::working_bytes(*model, config, threads), threads); }
     }
     return 0;
 }

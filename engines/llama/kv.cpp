@@ -285,6 +285,41 @@ CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, i
     return config;
 }
 
+WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads) {
+    // A token of every sequence, and chunks of a prompt of any size, at contexts that double: few rows are split into ranges,
+    // whose number grows with the context.
+    const auto plan_at = [&](int64_t end, int n_rows, bool one_sequence) {
+        std::vector<QueryRow> rows;
+        for (int i = 0; i < n_rows; ++i) {
+            const auto position = int32_t(one_sequence ? std::max<int64_t>(0, end - n_rows + i) : end - 1);
+            rows.push_back({.sequence = one_sequence ? 0 : uint32_t(i), .token = uint32_t(i), .position = position, .begin = 0,
+                            .coded_end = coded_edge(position, config.recent), .end = position + 1});
+        }
+        return AttentionPlan(std::move(rows), config.sink);
+    };
+    std::vector<AttentionPlan> plans;
+    for (int64_t end = 1;; end = std::min(2 * end, config.tokens_per_sequence)) {
+        plans.push_back(plan_at(end, config.n_sequences, false));
+        const int most = int(std::min<int64_t>(config.max_step_tokens, end));
+        for (int n_rows = 1;; n_rows = std::min(2 * n_rows, most)) {
+            plans.push_back(plan_at(end, n_rows, true));
+            if (n_rows >= most) { break; }
+        }
+        if (end >= config.tokens_per_sequence) { break; }
+    }
+    WorkingBytes bytes;
+    AttentionWork work;
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        const auto& layer = config.layers[il];
+        if (!layer.stores) { continue; }
+        const PageFormat format = layer.window ? bf16_format(layer.dim_k, layer.dim_v) : config.formats[il];
+        if (format.coded()) { bytes.maps += layer.n_head_kv * attention_map_bytes(format); }
+        for (const auto& plan : plans) { work.prepare(plan, int(model.hparams.n_head(il)), layer.n_head_kv, format, n_threads); }
+    }
+    bytes.attention = work.bytes();
+    return bytes;
+}
+
 std::string describe(const CacheConfig& config) {
     const CacheBytes bytes = cache_bytes(config);
     int coded = 0, windowed = 0, window = 0;
@@ -308,7 +343,8 @@ std::string describe(const CacheConfig& config) {
 std::optional<KvStatus> kv_status() {
     std::lock_guard lock(global().mutex);
     if (!global().newest) { return std::nullopt; }
-    return KvStatus{global().newest->cache().bytes(), global().newest->cache().counters()};
+    const Memory& memory = *global().newest;
+    return KvStatus{memory.cache().bytes(), memory.cache().counters(), memory.working()};
 }
 
 }  // namespace crumb::llama

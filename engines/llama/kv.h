@@ -35,17 +35,27 @@ std::filesystem::path default_artefact(const std::filesystem::path& model_file);
 // The file that a model was loaded from; empty if it came from elsewhere.
 std::filesystem::path model_file(const llama_model* model);
 
+// What attention needs beside the cache: the maps of all layers, and the working memory of its threads.
+struct WorkingBytes {
+    size_t maps = 0;
+    size_t attention = 0;
+};
+
 // Sizes and layers of the cache that a context of `model` would get, without tables. Reads an artefact only if the pages
 // of the recipe depend on it. Throws Error for what --kv does not support.
 CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch);
 
+// At the largest steps that there can be, for n_threads threads. Recipes that are slow() take more, layer by layer.
+WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads);
+
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.
 std::string describe(const CacheConfig& config);
 
-// Counters of the newest live crumb cache; nullopt if there is none.
+// What the newest live crumb cache holds and has counted; nullopt if there is none.
 struct KvStatus {
     CacheBytes bytes;
     CacheCounters counters;
+    WorkingBytes working;
 };
 std::optional<KvStatus> kv_status();
 

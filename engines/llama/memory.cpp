@@ -124,6 +124,14 @@ bool Memory::apply(const llama_ubatch& ubatch) {
     return true;
 }
 
+WorkingBytes Memory::working() const {
+    WorkingBytes bytes{.attention = work_.bytes()};
+    for (const auto& node : nodes_) {
+        for (const auto& head : node->maps.heads) { bytes.maps += (head.k.size() + head.v.size()) * sizeof(bf16); }
+    }
+    return bytes;
+}
+
 Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
     for (auto& node : nodes_) {
         if (node->layer == args.il) {

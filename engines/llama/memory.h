@@ -48,6 +48,7 @@ public:
     ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args);
 
     const Cache& cache() const { return *cache_; }
+    WorkingBytes working() const;
 
 private:
     // What the two nodes of a layer need. Owned here because graphs outlive the step that built them.

@@ -50,6 +50,9 @@ struct AttentionMaps {
 // where the study says that 8 cost quality: heads of 256 channels, and directions of 6 bits, whose codes are as fine.
 AttentionMaps attention_maps(std::span<const HeadTables> tables);
 
+// Bytes of the maps of one head.
+size_t attention_map_bytes(const PageFormat& format);
+
 // What stays the same for a layer.
 struct AttentionLayer {
     int n_head = 0;
@@ -155,6 +158,8 @@ public:
     // Makes room: called once a step for every kind of layer in it (plan, heads, format), by one thread, while nobody is
     // inside attend(). Memory grows to the largest kind and is kept for the next step.
     void prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format, int max_threads);
+
+    size_t bytes() const;  // held now, of all threads
 
     struct State;
     State& state() { return *state_; }

@@ -40,7 +40,8 @@ Pool::Pool(PoolShape shape)
                 shape_.name, double(shape_.bytes()) / (1 << 20), free_.size(), layer);
         }
         // A wish for large pages: with 4 KB each record costs a walk of the page tables or two, which made attention
-        // over 8k tokens 2.5 times slower on a virtual machine. Without them all works.
+        // over 8k tokens up to 2.5 times slower on a virtual machine (one run, other
+        // work beside it). Without them all works.
         madvise(slabs_[layer].get(), bytes & ~size_t(4095), MADV_HUGEPAGE);
         allocated_ += bytes;
     }

@@ -183,5 +183,24 @@ TEST(Bytes, PrintedEqualsAllocated) {
     EXPECT_DOUBLE_EQ(planned.effective_bits, real.effective_bits);
 }
 
+// What is said covers chunks of all sizes at all contexts; these are some of them.
+TEST(Bytes, WorkingMemoryIsWithinWhatWasSaid) {
+    quiet_log();
+    const auto model = load_model(model_path(kSmolLM2));
+    const int n = 1024, n_ubatch = 512, n_threads = 2;
+    const auto planned = working_bytes(*model, cache_geometry(*model, kv("quarot:paper"), n, 1, n_ubatch), n_threads);
+    const auto context = new_context(model.get(), {.n_ctx = n, .n_ubatch = n_ubatch, .n_threads = n_threads}, kv("quarot:paper"));
+    const auto tokens = text_tokens(model.get(), "docs", n);
+    int at = 0;
+    for (const int chunk : {512, 495, 16, 1}) {
+        decode(context.get(), std::span(tokens).subspan(at, chunk), at, true);
+        at += chunk;
+    }
+    const auto real = kv_status()->working;
+    EXPECT_LE(real.attention, planned.attention);
+    EXPECT_GE(real.attention, planned.attention / 2);
+    EXPECT_EQ(real.maps, planned.maps);
+}
+
 }  // namespace
 }  // namespace crumb::llama

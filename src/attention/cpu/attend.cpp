@@ -160,6 +160,15 @@ void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv
     s.left = 0;
 }
 
+size_t AttentionWork::bytes() const {
+    size_t bytes = state_->partials.size() * sizeof(Line) + state_->shares.size() * sizeof(Share) +
+                   state_->finished.size() * sizeof(state_->finished[0]);
+    for (const Arena& arena : state_->threads) {
+        bytes += arena.size() * sizeof(Line);
+    }
+    return bytes;
+}
+
 namespace {
 
 // A layer of a step, seen by one thread.

@@ -1,5 +1,6 @@
 // Maps as the kernels read them.
 #include <crumb/attention.h>
+#include <crumb/error.h>
 
 #include <algorithm>
 
@@ -15,7 +16,13 @@ bool wants_long_queries(const SideTables& k) {
     return k.format.dim >= kLongQueryDim || (most != k.digits.end() && *most >= kLongQueryDigits);
 }
 
+size_t map_bytes(const SideFormat& k, const SideFormat& v) {
+    return sizeof(bf16) * (size_t(k.dim) * k.planes + size_t(v.planes) * v.dim);
+}
+
 }  // namespace
+
+size_t attention_map_bytes(const PageFormat& format) { return map_bytes(format.k, format.v); }
 
 AttentionMaps attention_maps(std::span<const HeadTables> tables) {
     AttentionMaps maps;
@@ -29,6 +36,7 @@ AttentionMaps attention_maps(std::span<const HeadTables> tables) {
             }
         }
         std::transform(head.v.decode.begin(), head.v.decode.end(), std::back_inserter(packed.v), to_bf16);
+        CRUMB_ASSERT((packed.k.size() + packed.v.size()) * sizeof(bf16) == map_bytes(head.k.format, head.v.format));
         maps.heads.push_back(std::move(packed));
         if (wants_long_queries(head.k)) {
             maps.query_bits = 15;
