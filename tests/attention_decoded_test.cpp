@@ -10,7 +10,8 @@ namespace {
 
 using namespace test;
 
-constexpr const char* kFormats[] = {"kivi32", "kivi128", "ott", "kitty", "kvarn", "omni", "omni:layer", "turbo2", "turbo3+"};
+constexpr const char* kFormats[] = {"kivi32", "kivi128", "ott", "kitty", "kvarn", "omni", "omni:layer", "turbo2", "turbo3+",
+                                    "had2", "int2", "quarot:paper"};  // planar: decoded because the layer asks for it
 
 void expect_right(World& world, const std::vector<QueryRow>& rows, int sink, const std::string& what) {
     world.expect_near(world.run(best_isa(), rows, sink), world.reference(rows, sink), what);
@@ -28,7 +29,9 @@ void expect_right_at(World& world, std::initializer_list<int> lengths, int chunk
 
 World world_of(Shape shape, const char* name) {
     const Recipe& recipe = find_recipe(name);
-    return World(shape, recipe, plain, plain, recipe.k.centre == Centre::key_mean);
+    World world(shape, recipe, plain, plain, recipe.k.centre == Centre::key_mean);
+    world.layer.decode_pages = true;
+    return world;
 }
 
 TEST(DecodedAttention, LengthsAndChunks) {

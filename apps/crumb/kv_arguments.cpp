@@ -17,13 +17,15 @@ const char* const kKvHelp =
     "  --kv-recent N         last tokens that stay 16 bit (256)\n"
     "  --kv-windows WHOSE    equal: 64 and 256, the same for all recipes (default); paper: those of the recipe's paper\n"
     "  --kv-allow-slow       run recipes whose pages attention has to decode (crumb inspect --recipes names them)\n"
+    "  --kv-attention HOW    what reads codes: auto (default), an instruction set (portable, neon, avx2, avx-vnni, avx512),\n"
+    "                        or decoded: pages become numbers first, slow, to check the others against\n"
     "  --kv-prefill RULE     position: what a token sees depends on positions alone (default)\n"
     "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n";
 
 namespace {
 
 constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact", "--kv-sink",      "--kv-recent",
-                                      "--kv-prefill", "--kv-windows",  "--kv-allow-slow"};
+                                      "--kv-prefill", "--kv-windows",  "--kv-allow-slow", "--kv-attention"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -122,6 +124,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             sink = count(flag, value);
         } else if (flag == "--kv-recent") {
             recent = count(flag, value);
+        } else if (flag == "--kv-attention") {
+            options.attention = value;
         } else if (flag == "--kv-windows") {
             paper = paper_windows(value);
         } else {

@@ -188,6 +188,18 @@ void require_memory(const CacheBytes& bytes, const CacheConfig& config) {
     }
 }
 
+AttentionChoice attention_choice(const std::string& text) {
+    if (text == "auto") { return {}; }
+    if (text == kDecoded) { return {.decode_pages = true}; }
+    std::string names = fmt::format("auto, {}", kDecoded);
+    for (const Isa isa : kIsas) {
+        if (!supported(isa)) { continue; }
+        if (text == name(isa)) { return {.isa = isa}; }
+        names += fmt::format(", {}", name(isa));
+    }
+    fail("--kv-attention takes {} on this machine, not '{}'", names, text);
+}
+
 void refuse_slow(const Recipe& recipe, const KvOptions& options) {
     if (recipe.slow() && !options.allow_slow) {
         fail("--kv {} has no fast attention: its pages are decoded for every query, and attention over them takes some 14 times as "
@@ -218,8 +230,10 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         add_tables(config, model, *g.options);
         require_memory(cache_bytes(config), config);
         std::string line = describe(config);
+        if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
         if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
-        auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner));
+        auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner),
+                                                      attention_choice(g.options->attention));
         if (!model.hparams.no_alloc) {
             std::fprintf(stderr, "%s\n", line.c_str());
             std::lock_guard lock(g.mutex);

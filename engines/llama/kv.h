@@ -18,10 +18,14 @@ struct KvOptions {
     int recent = 256;
     PrefillRule prefill = PrefillRule::position;
     bool allow_slow = false;         // recipes without a kernel that reads their codes in place
+    std::string attention = "auto";  // what reads codes: an instruction set by name(Isa), or kDecoded
 };
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.
 inline constexpr std::string_view kAuto = "auto";
+
+// Attention that makes numbers of pages first: slow, and what the kernels of a whole model are held against.
+inline constexpr std::string_view kDecoded = "decoded";
 
 // Contexts that llama.cpp creates after this call keep their K and V in a crumb cache; nullopt: in llama.cpp's own. A
 // context that crumb cannot serve (architecture, head size, missing or foreign artefact) fails to be created, and

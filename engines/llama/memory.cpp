@@ -42,8 +42,9 @@ RowSource rows(const ggml_tensor* t) {
 
 }  // namespace
 
-Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner)
-    : model_(model), cparams_(cparams), owner_(std::move(owner)), planned_(cache_bytes(config)) {
+Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
+               const AttentionChoice& attention)
+    : model_(model), cparams_(cparams), attention_(attention), owner_(std::move(owner)), planned_(cache_bytes(config)) {
     if (!model.hparams.no_alloc) { cache_ = std::make_unique<Cache>(std::move(config)); }
 }
 
@@ -156,6 +157,7 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
             a.tables = config.tables[owner];
             node->maps = attention_maps(a.tables);
             a.maps = &node->maps;
+            a.decode_pages = attention_.decode_pages;
         }
     }
     a.scale = args.kq_scale;
@@ -209,8 +211,7 @@ void Memory::run_attend(ggml_tensor* node, int thread, int n_threads, void* user
     const RowSource q = rows(node->src[0]);
     const AttentionIo io{q.data, q.token_stride, q.head_stride, static_cast<float*>(node->data), node->nb[1] / sizeof(float)};
     const int owner = layer.memory->owner_[layer.layer];
-    static const Isa isa = best_isa();
-    attend(isa, attention, cache.plan(owner), cache.views(owner), io, layer.memory->work_, thread, n_threads);
+    attend(layer.memory->attention_.isa, attention, cache.plan(owner), cache.views(owner), io, layer.memory->work_, thread, n_threads);
 }
 
 // --- sequences

@@ -21,9 +21,16 @@
 
 namespace crumb::llama {
 
+// Which code reads coded pages.
+struct AttentionChoice {
+    Isa isa = best_isa();
+    bool decode_pages = false;
+};
+
 class Memory : public llama_memory_i {
 public:
-    Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner);
+    Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
+           const AttentionChoice& attention);
     ~Memory() override;
 
     llama_memory_context_ptr init_batch(llama_batch_allocr& balloc, uint32_t n_ubatch, bool embd_all) override;
@@ -67,6 +74,7 @@ private:
 
     const llama_model& model_;
     const llama_cparams& cparams_;
+    const AttentionChoice attention_;
     const std::vector<int> owner_;  // by layer: the layer whose K and V it reads, -1: none
     CacheBytes planned_;
     std::unique_ptr<Cache> cache_;  // null in a dry run (memory fitting), which allocates nothing

@@ -64,6 +64,7 @@ struct AttentionLayer {
     float softcap = 0.0f;         // cap * tanh(logit / cap), 0: none
     float alibi_max_bias = 0.0f;  // 0: none
     const float* sinks = nullptr; // [n_head], one more logit without a value, or null
+    bool decode_pages = false;    // coded pages become numbers first, whatever the format: slow, and free of the kernels' roundings
 };
 
 // One query token.
@@ -168,7 +169,8 @@ private:
     std::unique_ptr<State> state_;
 };
 
-// Formats that are not planar() take a slow path, the same at every level: their pages become numbers first.
+// Formats that are not planar(), and layers with decode_pages, take a slow path, the same at every level: their pages become
+// numbers first.
 // Called by each of n_threads threads, at most as many as prepare() was told of; returns when this thread finds no more
 // work. All output is written when all have returned.
 void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,

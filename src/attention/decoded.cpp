@@ -78,7 +78,8 @@ class Worker {
           exact_format_(bf16_format(layer.format.k.dim, layer.format.v.dim)),
           dim_k_(layer.format.k.dim),
           dim_v_(layer.format.v.dim),
-          group_(layer.n_head / layer.n_head_kv) {}
+          group_(layer.n_head / layer.n_head_kv),
+          by_channel_(layer.format.planar()) {}
 
     void run(const AttentionTile& tile, int head) {
         head_ = head;
@@ -106,7 +107,7 @@ class Worker {
         q_mean_.assign(n, 0.0f);
         sums_.assign(n, Sums{.coded = std::vector<float>(dim_v_), .exact = std::vector<float>(dim_v_)});
         inverse_v_.clear();
-        for (int j = 0; j < dim_v_; j++) {
+        for (int j = 0; j < dim_v_ && !by_channel_; j++) {
             const auto row = inverse_row(tables().v, j);
             inverse_v_.insert(inverse_v_.end(), row.begin(), row.end());
         }
@@ -115,6 +116,9 @@ class Worker {
             const float* q = io_.q + token * io_.token_stride + head * io_.head_stride;
             float* scaled = &q_[i * dim_k_];
             std::transform(q, q + dim_k_, scaled, [&](float x) { return x * layer_.scale; });
+            if (by_channel_) {
+                continue;
+            }
             for (int j = 0; j < dim_k_; j++) {
                 q_directions_[i * dim_k_ + j] = dot(scaled, inverse_row(tables().k, j));
             }
@@ -171,8 +175,8 @@ class Worker {
             const std::byte* page = table.block(record) + head_ * layer_.format.bytes();
             record_k_.resize(size_t(layer_.format.tokens) * dim_k_);
             record_v_.resize(size_t(layer_.format.tokens) * dim_v_);
-            key_directions(layer_.format, tables().k, page, record_k_);
-            value_directions(layer_.format, tables().v, page, record_v_);
+            (by_channel_ ? decode_keys : key_directions)(layer_.format, tables().k, page, record_k_);
+            (by_channel_ ? decode_values : value_directions)(layer_.format, tables().v, page, record_v_);
             record_ = record;
         }
         const size_t first = size_t(block % blocks) * kPageTokens;
@@ -206,7 +210,7 @@ class Worker {
         const int head = head_ * group_ + int(i % size_t(group_));
         const float slope = layer_.alibi_max_bias > 0 ? float(alibi_slope(layer_.alibi_max_bias, layer_.n_head, head)) : 0;
         float logits[kPageTokens];
-        combine64(dim_k_, &(coded ? q_directions_ : q_)[i * dim_k_], keys_.data(), logits);
+        combine64(dim_k_, &(coded && !by_channel_ ? q_directions_ : q_)[i * dim_k_], keys_.data(), logits);
         Sums& sums = sums_[i];
         float top = sums.top;
         for (const Tokens& part : parts) {
@@ -220,7 +224,7 @@ class Worker {
             }
         }
         rescale(sums, top);
-        std::vector<float>& out = coded ? sums.coded : sums.exact;
+        std::vector<float>& out = coded && !by_channel_ ? sums.coded : sums.exact;
         for (const Tokens& part : parts) {
             for (int t = part.begin; t < part.end; t++) {
                 logits[t] = std::exp(logits[t] - top);
@@ -260,10 +264,12 @@ class Worker {
             rescale(sums, std::max(sums.top, layer_.sinks[head]));
             sums.weights += std::exp(layer_.sinks[head] - sums.top);
         }
-        add_rows(dim_v_, dim_v_, sums.coded.data(), inverse_v_.data(), sums.exact.data());
-        const std::vector<float>& mean = tables().v.mean;
+        if (!by_channel_) {
+            add_rows(dim_v_, dim_v_, sums.coded.data(), inverse_v_.data(), sums.exact.data());
+        }
+        const bool add_mean = !by_channel_ && !tables().v.mean.empty();
         for (int c = 0; c < dim_v_; c++) {
-            out[c] = (sums.exact[c] + (mean.empty() ? 0.0f : sums.coded_weights * mean[c])) / sums.weights;
+            out[c] = (sums.exact[c] + (add_mean ? sums.coded_weights * tables().v.mean[c] : 0.0f)) / sums.weights;
         }
     }
 
@@ -273,6 +279,7 @@ class Worker {
     const AttentionIo& io_;
     const PageFormat exact_format_;
     const int dim_k_, dim_v_, group_;
+    const bool by_channel_;  // decoded rows are channels with their mean, not directions
 
     int head_ = 0;
     std::span<const QueryRow> rows_;

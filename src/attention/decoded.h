@@ -1,5 +1,5 @@
-// Attention over pages that no kernel reads in place (PageFormat::planar() is false): every block becomes numbers first,
-// K and V by direction, in FP32. Correct and slow.
+// Attention over pages that no kernel reads in place (PageFormat::planar() is false), or shall not: every block becomes
+// numbers first, in FP32; K and V by direction, or by channel where the format is planar. Correct and slow.
 #pragma once
 
 #include <crumb/attention.h>

@@ -142,7 +142,7 @@ void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv
         rows = std::max<size_t>(rows, tile.n_rows);
     }
     s.threads.resize(std::max(s.threads.size(), size_t(max_threads)));
-    s.decoded = 0;
+    s.decoded = 0;  // of layers with decode_pages too
     if (!format.planar()) {
         s.left = 0;
         return;
@@ -305,7 +305,7 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
     AttentionWork::State& s = work.state();
     CRUMB_ASSERT(0 <= thread && thread < n_threads && size_t(n_threads) <= s.threads.size());
     CRUMB_ASSERT(!layer.format.coded() || layer.tables.size() == size_t(layer.n_head_kv));
-    if (!layer.format.planar()) {
+    if (!layer.format.planar() || (layer.decode_pages && layer.format.coded())) {
         attend_decoded(layer, plan, sequences, io, s.decoded);
         if (s.left.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
             s.left.store(0, std::memory_order_relaxed);

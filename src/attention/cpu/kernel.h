@@ -88,7 +88,7 @@ struct Item {
     Pages coded, exact;
     int n = 0;                  // query vectors
     size_t partial_stride = 0;  // floats of a partial
-    Span ahead[2];              // to be fetched while the last range is read: the maps that come next
+    Span ahead[2] = {};         // to be fetched while the last range is read: the maps that come next
 };
 
 struct Kernel {
