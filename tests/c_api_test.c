@@ -62,22 +62,26 @@ static double error_of_output(void) {
     return sqrt(error / norm);
 }
 
+/* A pool that is no pool: any order will do. */
+static int calls = 0;
+static void backwards(void* context, int n, void (*body)(void* work, int i), void* work) {
+    for (int i = n - 1; i >= 0; i--) body(work, i), ++*(int*)context;
+}
+
 int main(void) {
     EXPECT(strlen(crumb_version()) > 0);
     EXPECT(crumb_has_backend(CRUMB_CPU) == 1);
 
-    crumb_layer_options options = {"had2", NULL, 0, kHeads, kHeadsKv, kDim, kDim, 0.125f, 0.0f};
+    crumb_layer_shape shape = {0, kHeads, kHeadsKv, kDim, kDim, 0.125f, 0.0f};
     crumb_layer* layer = NULL;
-    options.recipe = "int3";
-    EXPECT(crumb_layer_create(&options, &layer) == CRUMB_ERROR_ARGUMENT);
+    EXPECT(crumb_layers_create("int3", NULL, &shape, 1, &layer) == CRUMB_ERROR_ARGUMENT);
     EXPECT(strstr(crumb_error(), "int3") && strstr(crumb_error(), "had2") && layer == NULL);
-    options.recipe = "oscar"; /* needs a calibration */
-    EXPECT(crumb_layer_create(&options, &layer) == CRUMB_ERROR_ARGUMENT);
-    options.recipe = "had2";
-    options.n_head = 3;
-    EXPECT(crumb_layer_create(&options, &layer) == CRUMB_ERROR_ARGUMENT);
-    options.n_head = kHeads;
-    EXPECT(crumb_layer_create(&options, &layer) == CRUMB_OK);
+    EXPECT(crumb_layers_create("oscar", NULL, &shape, 1, &layer) == CRUMB_ERROR_ARGUMENT); /* needs a calibration */
+    EXPECT(crumb_layers_create("kivi32", NULL, &shape, 1, &layer) == CRUMB_ERROR_UNSUPPORTED && strstr(crumb_error(), "had2"));
+    shape.n_head = 3;
+    EXPECT(crumb_layers_create("had2", NULL, &shape, 1, &layer) == CRUMB_ERROR_ARGUMENT);
+    shape.n_head = kHeads;
+    EXPECT(crumb_layers_create("had2", NULL, &shape, 1, &layer) == CRUMB_OK);
     const size_t coded_bytes = crumb_block_bytes(layer), exact_bytes = crumb_exact_block_bytes(layer);
     EXPECT(coded_bytes == kHeadsKv * (2 * 16 * kDim + 2 * 64));
     EXPECT(exact_bytes == kHeadsKv * 64 * 2 * kDim * 2);
@@ -101,12 +105,13 @@ int main(void) {
     crumb_encode_job jobs[kBlocks];
     crumb_encode_counts counts = {0, 0};
     for (uint32_t b = 0; b < kBlocks; b++) jobs[b] = (crumb_encode_job){b, b, 0, 0}, ids[b] = kBlocks - 1 - b;
-    const crumb_encode_batch batch = {CRUMB_CPU, kBlocks, jobs, exact, exact_bytes, coded, coded_bytes, NULL, &counts};
+    crumb_encode_batch batch = {CRUMB_CPU, kBlocks, jobs, exact, exact_bytes, coded, coded_bytes, NULL, &counts,
+                                      NULL};
     EXPECT(crumb_encode(layer, &batch, NULL) == CRUMB_OK);
     EXPECT(counts.nonfinite == 0 && counts.saturated == 0);
 
     crumb_row row = {0, 0, kTokens - 1, 0, 0, kTokens};
-    crumb_step step = {CRUMB_CPU, 1, 1, &row, ids, ids, 1, kBlocks, 0, 1, NULL, 0};
+    crumb_step step = {CRUMB_CPU, 1, 1, &row, ids, ids, 1, kBlocks, 0, 1, NULL, 0, NULL};
     const crumb_io io = {coded, coded_bytes, exact, exact_bytes, NULL, NULL, &q[0][0], kHeads * kDim, kDim, &out[0][0],
                          kHeads * kDim};
     size_t workspace = 1;
@@ -118,9 +123,15 @@ int main(void) {
     row.coded_end = 128;
     EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_OK);
     EXPECT(error_of_output() > 1e-3 && error_of_output() < 0.6); /* most of it in 2 bits */
-    step.multiprocessors = 2;
+    const crumb_threads pool = {3, backwards, &calls};
+    step.threads = &pool;
     float once[kHeads][kDim];
     memcpy(once, out, sizeof out);
+    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_OK && memcmp(once, out, sizeof out) == 0);
+    EXPECT(calls == 3);
+    batch.threads = &pool;
+    memset(coded, 0, kBlocks * coded_bytes);
+    EXPECT(crumb_encode(layer, &batch, NULL) == CRUMB_OK && calls == 3 + kBlocks * kHeadsKv);
     EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_OK && memcmp(once, out, sizeof out) == 0);
 
     /* Blocks are bytes: a copy of them reads the same. */

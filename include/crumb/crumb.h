@@ -42,21 +42,31 @@ int crumb_has_backend(crumb_backend backend);
 
 typedef struct crumb_layer crumb_layer;
 
-typedef struct crumb_layer_options {
-    const char* recipe;   /* "had2", "oscar", ... */
-    const char* artefact; /* file of a calibration, or NULL */
-    int layer;            /* which of the artefact's */
+/* A layer of a model whose K and V are coded. */
+typedef struct crumb_layer_shape {
+    int layer;            /* the model's own number, which is the artefact's */
     int n_head, n_head_kv, dim_k, dim_v;
     float scale;          /* of the logits, usually 1 / sqrt(dim_k) */
     float softcap;        /* cap * tanh(logit / cap), 0: none */
-} crumb_layer_options;
+} crumb_layer_shape;
 
-crumb_status crumb_layer_create(const crumb_layer_options* options, crumb_layer** layer);
+/* All coded layers of a model at once, or none: the artefact (a file of a calibration, or NULL) is read once, and a recipe
+ * with a budget ("planes") spends it over all of them, so that their blocks differ in size. `recipe` is what --kv takes. */
+crumb_status crumb_layers_create(const char* recipe, const char* artefact, const crumb_layer_shape* shapes, int n_layers,
+                                 crumb_layer** layers /* [n_layers] */);
 void crumb_layer_destroy(crumb_layer* layer);
 
 size_t crumb_block_bytes(const crumb_layer* layer);
 size_t crumb_exact_block_bytes(const crumb_layer* layer);
 double crumb_bits_per_element(const crumb_layer* layer);
+
+/* CPU: who does the work. run() calls body(work, i) once for each i < n, in any order, on as many threads as there are, and
+ * returns when all have returned: a pool that the caller has. Without one (NULL) the calling thread works alone. */
+typedef struct crumb_threads {
+    int n; /* threads, at least 1 */
+    void (*run)(void* context, int n, void (*body)(void* work, int i), void* work);
+    void* context;
+} crumb_threads;
 
 /* Static tables of the layer for the device, written once into the caller's memory (256-byte aligned), which stays as long
  * as the layer is used. Returns when they are there. CRUMB_CUDA only: the CPU backend takes NULL. */
@@ -82,9 +92,10 @@ typedef struct crumb_step {
     const uint32_t* exact_ids; /* D, same */
     size_t n_sequences, ids_stride;
     int sink;
-    int multiprocessors;       /* CUDA: of the device. CPU: threads */
+    int multiprocessors;       /* CUDA: of the device */
     void* workspace;           /* D, crumb_workspace_bytes(), 256-byte aligned, zeroed once before the first step */
     size_t workspace_bytes;
+    const crumb_threads* threads; /* CPU, or NULL */
 } crumb_step;
 
 typedef struct crumb_io {
@@ -146,6 +157,7 @@ typedef struct crumb_encode_batch {
     size_t coded_stride;
     const void* tables;           /* D: crumb_tables_write() */
     crumb_encode_counts* counts;  /* D: added to */
+    const crumb_threads* threads; /* CPU, or NULL */
 } crumb_encode_batch;
 crumb_status crumb_encode(const crumb_layer* layer, const crumb_encode_batch* batch, void* stream);
 

@@ -1,6 +1,5 @@
 // The C API on the CPU.
 #include <cstring>
-#include <thread>
 
 #include "capi/layer.h"
 
@@ -11,6 +10,17 @@ namespace {
 static_assert(sizeof(crumb_row) == sizeof(QueryRow) && offsetof(crumb_row, end) == offsetof(QueryRow, end));
 
 PageFormat exact_format(const crumb_layer& layer) { return bf16_format(layer.format.k.dim, layer.format.v.dim); }
+
+// Calls body(i) for each i < n.
+template <class Body>
+void run(const crumb_threads* threads, int n, const Body& body) {
+    if (!threads || n == 1) {
+        for (int i = 0; i < n; i++) body(i);
+        return;
+    }
+    threads->run(threads->context, n, [](void* work, int i) { (*static_cast<const Body*>(work))(i); },
+                 const_cast<Body*>(&body));
+}
 
 void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_io& io, void*) {
     std::vector<QueryRow> rows;
@@ -34,17 +44,10 @@ void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_i
 
     const AttentionPlan plan(std::move(rows), step.sink);
     const AttentionIo where = {io.q, io.q_token_stride, io.q_head_stride, io.out, io.out_stride};
+    const int n_threads = step.threads ? step.threads->n : 1;
     AttentionWork work;
-    work.prepare(plan, layer.n_head, layer.n_head_kv, layer.format, step.multiprocessors);
-    std::vector<std::jthread> threads;
-    for (int t = 0; t < step.multiprocessors; t++) {
-        const auto run = [&, t] { attend(best_isa(), attention, plan, views, where, work, t, step.multiprocessors); };
-        if (t + 1 < step.multiprocessors) {
-            threads.emplace_back(run);
-        } else {
-            run();
-        }
-    }
+    work.prepare(plan, layer.n_head, layer.n_head_kv, layer.format, n_threads);
+    run(step.threads, n_threads, [&](int t) noexcept { attend(best_isa(), attention, plan, views, where, work, t, n_threads); });
 }
 
 void store(const crumb_layer& layer, const crumb_rows& rows, void*) {
@@ -62,25 +65,30 @@ void store(const crumb_layer& layer, const crumb_rows& rows, void*) {
 void encode(const crumb_layer& layer, const crumb_encode_batch& batch, void*) {
     const PageFormat exact = exact_format(layer);
     const size_t dim_k = exact.k.dim, dim_v = exact.v.dim;
-    std::vector<bf16> k(kPageTokens * dim_k), v(kPageTokens * dim_v);
     for (int j = 0; j < batch.n_jobs; j++) {
-        const crumb_encode_job& job = batch.jobs[j];
-        if (job.keep < 0 || job.keep > kPageTokens) fail("job {} keeps {} of {} tokens", j, job.keep, kPageTokens);
-        for (int head = 0; head < layer.n_head_kv; head++) {
-            const std::byte* record =
-                static_cast<const std::byte*>(batch.exact) + job.source * batch.exact_stride + head * exact.bytes();
-            for (int t = 0; t < kPageTokens; t++) {
-                for (size_t c = 0; c < dim_k; c++) k[t * dim_k + c] = key_at(exact, record, t, int(c));
-                for (size_t c = 0; c < dim_v; c++) v[t * dim_v + c] = value_at(exact, record, t, int(c));
-            }
-            const auto page = [&](uint32_t id) {
-                return static_cast<std::byte*>(batch.coded) + id * batch.coded_stride + head * layer.format.bytes();
-            };
-            const EncodeCounts counts = encode_page(layer.recipe, layer.format, layer.tables[head], k, v, page(job.target),
-                                                    job.keep, job.keep > 0 ? page(job.kept) : nullptr);
-            batch.counts->nonfinite += uint32_t(counts.nonfinite);
-            batch.counts->saturated += uint32_t(counts.saturated);
+        const int keep = batch.jobs[j].keep;
+        if (keep < 0 || keep > kPageTokens) fail("job {} keeps {} of {} tokens", j, keep, kPageTokens);
+    }
+    std::vector<EncodeCounts> counts(size_t(batch.n_jobs) * layer.n_head_kv);
+    run(batch.threads, int(counts.size()), [&](int i) noexcept {
+        const crumb_encode_job& job = batch.jobs[i / layer.n_head_kv];
+        const size_t head = size_t(i % layer.n_head_kv);
+        const std::byte* record =
+            static_cast<const std::byte*>(batch.exact) + job.source * batch.exact_stride + head * exact.bytes();
+        std::vector<bf16> k(kPageTokens * dim_k), v(kPageTokens * dim_v);
+        for (int t = 0; t < kPageTokens; t++) {
+            for (size_t c = 0; c < dim_k; c++) k[t * dim_k + c] = key_at(exact, record, t, int(c));
+            for (size_t c = 0; c < dim_v; c++) v[t * dim_v + c] = value_at(exact, record, t, int(c));
         }
+        const auto page = [&](uint32_t id) {
+            return static_cast<std::byte*>(batch.coded) + id * batch.coded_stride + head * layer.format.bytes();
+        };
+        counts[i] = encode_page(layer.recipe, layer.format, layer.tables[head], k, v, page(job.target), job.keep,
+                                job.keep > 0 ? page(job.kept) : nullptr);
+    });
+    for (const EncodeCounts& of_page : counts) {
+        batch.counts->nonfinite += uint32_t(of_page.nonfinite);
+        batch.counts->saturated += uint32_t(of_page.saturated);
     }
 }
 

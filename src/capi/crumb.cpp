@@ -1,7 +1,9 @@
 // The C functions: arguments are checked, a backend does the work, exceptions become statuses.
 #include <crumb/artefact.h>
 
+#include <algorithm>
 #include <memory>
+#include <span>
 
 #include "capi/layer.h"
 
@@ -33,13 +35,34 @@ const Backend& backend(crumb_backend which) {
 
 namespace {
 
+void check(const crumb_threads* threads) {
+    if (threads && threads->n < 1) fail("a pool of {} threads: there must be one at least", threads->n);
+    if (threads) need(threads->run, "threads->run");
+}
+
 void check(const crumb_step& step) {
     if (step.n_tiles < 1 || step.rows_per_tile < 1 || step.rows_per_tile > 8) {
         fail("a step of {} tiles of {} rows: there must be at least one tile, of 1 to 8 rows", step.n_tiles, step.rows_per_tile);
     }
-    if (step.multiprocessors < 1) {
-        fail("{} multiprocessors: say how many the device has (CPU: how many threads to use)", step.multiprocessors);
+    if (step.backend == CRUMB_CUDA && step.multiprocessors < 1) {
+        fail("{} multiprocessors: say how many the device has", step.multiprocessors);
     }
+    check(step.threads);
+}
+
+Recipe planar_recipe(const char* name) {
+    const Recipe recipe = find_recipe(name);
+    if (!recipe.coded()) fail("recipe '{}' has no codes: there is nothing for crumb to do", name);
+    if (recipe.slow()) {
+        std::string others;
+        for (const Recipe& other : recipes()) {
+            if (other.coded() && !other.slow()) others.append(others.empty() ? "" : ", ").append(other.name);
+        }
+        throw Unsupported(fmt::format(
+            "recipe '{}' has parameters that belong to groups of channels or tokens, or a table of levels: no kernel reads such "
+            "pages in place. Take one of: {}", name, others));
+    }
+    return recipe;
 }
 
 void check_pointers(const crumb_step& step) {
@@ -65,31 +88,31 @@ int crumb_has_backend(crumb_backend which) {
     return which == CRUMB_CPU || (which == CRUMB_CUDA && cuda_backend() != nullptr);
 }
 
-crumb_status crumb_layer_create(const crumb_layer_options* options, crumb_layer** layer) {
+crumb_status crumb_layers_create(const char* name, const char* file, const crumb_layer_shape* shapes, int n_layers,
+                                 crumb_layer** layers) {
     return guard([&] {
-        const crumb_layer_options& o = need(options, "options");
-        need(layer, "layer") = nullptr;
-        need(o.recipe, "recipe");
-        if (o.n_head_kv < 1 || o.n_head < 1 || o.n_head % o.n_head_kv != 0) {
-            fail("{} query heads over {} KV heads: the first must be a multiple of the second", o.n_head, o.n_head_kv);
+        if (n_layers < 1) fail("{} layers: there must be one at least", n_layers);
+        const std::span<const crumb_layer_shape> wanted(&need(shapes, "shapes"), size_t(n_layers));
+        std::fill_n(&need(layers, "layers"), n_layers, nullptr);
+        const Recipe recipe = planar_recipe(&need(name, "recipe"));
+        const std::unique_ptr<const Artefact> artefact(file ? new Artefact(read_artefact(file)) : nullptr);
+        std::vector<CodedLayer> coded;
+        for (const crumb_layer_shape& s : wanted) {
+            if (s.n_head_kv < 1 || s.n_head < 1 || s.n_head % s.n_head_kv != 0) {
+                fail("{} query heads over {} KV heads: the first must be a multiple of the second", s.n_head, s.n_head_kv);
+            }
+            coded.push_back({s.layer, s.n_head_kv, s.dim_k, s.dim_v});
         }
-        const Recipe recipe = find_recipe(o.recipe);
-        if (!recipe.coded()) fail("recipe '{}' has no codes: there is nothing for crumb to do", o.recipe);
-        if (recipe.budgeted()) {
-            throw Unsupported(fmt::format(
-                "recipe '{}' spends one budget over all layers of a model; a layer alone takes recipes whose pages follow from "
-                "the head sizes, like 'had2'", o.recipe));
+        const std::vector<PageFormat> formats = page_formats(recipe, coded, artefact.get());
+        std::vector<std::unique_ptr<crumb_layer>> made;
+        for (size_t i = 0; i < wanted.size(); i++) {
+            const crumb_layer_shape& s = wanted[i];
+            std::vector<HeadTables> tables = layer_tables(recipe, s.layer, s.n_head_kv, formats[i], artefact.get());
+            AttentionMaps maps = attention_maps(tables);
+            made.emplace_back(new crumb_layer{recipe, formats[i], std::move(tables), std::move(maps), s.n_head, s.n_head_kv,
+                                              s.scale, s.softcap});
         }
-        const PageFormat format = page_format(recipe, o.dim_k, o.dim_v);
-        if (!format.planar()) {
-            throw Unsupported(fmt::format(
-                "recipe '{}' has parameters that belong to groups of channels or tokens: its pages are no plain planes, and the C "
-                "API reads none but those", o.recipe));
-        }
-        const std::unique_ptr<const Artefact> artefact(o.artefact ? new Artefact(read_artefact(o.artefact)) : nullptr);
-        std::vector<HeadTables> tables = layer_tables(recipe, o.layer, o.n_head_kv, format, artefact.get());
-        AttentionMaps maps = attention_maps(tables);
-        *layer = new crumb_layer{recipe, format, std::move(tables), std::move(maps), o.n_head, o.n_head_kv, o.scale, o.softcap};
+        std::ranges::transform(made, layers, [](std::unique_ptr<crumb_layer>& layer) { return layer.release(); });
     });
 }
 
@@ -148,6 +171,7 @@ crumb_status crumb_encode(const crumb_layer* layer, const crumb_encode_batch* ba
     return guard([&] {
         need(need(batch, "batch").jobs, "jobs");
         need(batch->counts, "counts");
+        check(batch->threads);
         backend(batch->backend).encode(need(layer, "layer"), *batch, stream);
     });
 }
