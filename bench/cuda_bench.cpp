@@ -1,8 +1,10 @@
-// Decode attention on a GPU, L2 cold, timed in CUDA graphs: one launch a layer over disjoint copies of at least 300 MB, the
-// block tables shared as the layers of a model share theirs; median of 15 replays after 20 ms of warm-up. The read roof is
-// measured in the same run, and sequence 0 is held against the CPU's kernels. JSON lines on standard output, a table on
-// standard error. "us" is attention of a layer with both maps, "pages_us" the reading of pages alone; "roof" is the share of
-// the read roof that the bytes of pages and windows have in pages_us.
+// Decode attention on a GPU, L2 cold, timed in CUDA graphs: layers of disjoint pages, windows and tables, 300 MB of them or
+// more, the block tables shared as the layers of a model share theirs; median of 15 replays after 20 ms of warm-up. The
+// read roof is measured in the same run, and sequence 0 is held against double precision (up to 8k tokens) or the CPU's
+// kernels. JSON lines on standard output, a table on standard error.
+//
+// "us" is attention of a layer with both maps, that is three kernels; "pages_us", "query_us" and "output_us" are runs of one
+// of them alone; "roof" is the share of the read roof that the bytes of pages and windows have in pages_us.
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -22,8 +24,21 @@ namespace {
 constexpr int kSink = 64, kRecent = 256;
 
 struct Shape {
-    int n_head, n_head_kv, batch, context;
+    int n_head, n_head_kv;
+    std::vector<int> contexts;  // of the sequences
+    const char* name = "";
+
+    Shape(int heads, int kv, int batch, int context) : n_head(heads), n_head_kv(kv), contexts(size_t(batch), context) {}
+    int batch() const { return int(contexts.size()); }
 };
+
+// 128 requests of 100 to 30000 tokens, evenly spread in their logarithms.
+Shape ragged() {
+    Shape shape(32, 8, 128, 0);
+    for (int i = 0; i < 128; i++) shape.contexts[size_t(i)] = int(100 * std::pow(300.0, (i * 37 % 128) / 127.0));
+    shape.name = "ragged";
+    return shape;
+}
 
 double median_us(int launches, const std::function<void(cudaStream_t, int)>& launch) {
     cudaStream_t stream;
@@ -71,7 +86,7 @@ std::vector<HeadTables> random_tables(const PageFormat& format, int n_head_kv) {
     return heads;
 }
 
-// Largest error of sequence 0's output against the CPU's kernels, of the largest output.
+// Error of sequence 0's output, of its norm: against double precision where that takes no minutes, else the CPU's kernels.
 double check(const PageFormat& format, const Shape& shape, std::span<const HeadTables> tables, const LayerData& data,
              const std::vector<u32>& coded_ids, const std::vector<u32>& exact_ids, const QueryRow& row, const std::vector<float>& q,
              GpuMachine& machine) {
@@ -101,14 +116,18 @@ double check(const PageFormat& format, const Shape& shape, std::span<const HeadT
     std::vector<float> want(size_t(shape.n_head) * format.v.dim), got(want.size());
     const AttentionIo io = {q.data(), size_t(shape.n_head) * format.k.dim, size_t(format.k.dim), want.data(), want.size()};
     const AttentionPlan plan({row}, kSink);
-    const int threads = int(std::max(1u, std::thread::hardware_concurrency()));
-    AttentionWork work;
-    work.prepare(plan, shape.n_head, shape.n_head_kv, format, threads);
-    std::vector<std::thread> team;
-    for (int t = 0; t < threads; t++) {
-        team.emplace_back([&, t] { crumb::attend(best_isa(), layer, plan, {&view, 1}, io, work, t, threads); });
+    if (row.end <= 8192) {
+        attend_reference(layer, plan, {&view, 1}, io);
+    } else {
+        const int threads = int(std::max(1u, std::thread::hardware_concurrency()));
+        AttentionWork work;
+        work.prepare(plan, shape.n_head, shape.n_head_kv, format, threads);
+        std::vector<std::thread> team;
+        for (int t = 0; t < threads; t++) {
+            team.emplace_back([&, t] { crumb::attend(best_isa(), layer, plan, {&view, 1}, io, work, t, threads); });
+        }
+        for (std::thread& t : team) t.join();
     }
-    for (std::thread& t : team) t.join();
     machine.download(got.data(), data.out, got.size() * sizeof(float));
     double error = 0, norm = 0;
     for (size_t i = 0; i < want.size(); i++) {
@@ -121,11 +140,29 @@ double check(const PageFormat& format, const Shape& shape, std::span<const HeadT
 void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double roof) {
     const PageFormat& format = kernels[0].format;
     const PageFormat exact_format = bf16_format(format.k.dim, format.v.dim);
-    const int edge = std::max(0, shape.context - kRecent) / 64 * 64, n_blocks = (shape.context + 63) / 64;
-    const int n_coded = std::max(0, edge / 64 - 1), n_exact = n_blocks - edge / 64 + (edge > 0);
     const size_t coded_stride = format.bytes() * shape.n_head_kv, exact_stride = exact_format.bytes() * shape.n_head_kv;
-    const size_t pages = size_t(shape.batch) * n_blocks, windows = size_t(shape.batch) * n_exact;
-    const double bytes = double(shape.batch) * (n_coded * double(coded_stride) + n_exact * double(exact_stride));
+
+    // Tables of the step. Blocks lie in any order in their pools; between sinks and window there are no exact ones.
+    const auto blocks = [](int tokens) { return size_t((tokens + 63) / 64); };
+    const auto edge_of = [](int tokens) { return std::max(0, tokens - kRecent) / 64 * 64; };
+    size_t n_blocks = 0, pages = 0, windows = 0;
+    for (int n : shape.contexts) n_blocks = std::max(n_blocks, blocks(n)), pages += blocks(n);
+    std::vector<u32> coded_ids(n_blocks * shape.contexts.size()), exact_ids(coded_ids.size(), kNoBlock), order(pages);
+    std::vector<QueryRow> rows;
+    double bytes = 0;
+    std::mt19937 random(1);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t b = 0, next = 0; b < shape.contexts.size(); b++) {
+        const int tokens = shape.contexts[b], edge = edge_of(tokens);
+        rows.push_back({u32(b), u32(b), tokens - 1, 0, edge, tokens});
+        for (size_t i = 0; i < blocks(tokens); i++) {
+            coded_ids[b * n_blocks + i] = order[next++];
+            const bool exact = i == 0 || int(i) >= edge / 64;
+            if (exact) exact_ids[b * n_blocks + i] = u32(windows++);
+            bytes += exact ? double(exact_stride) : double(coded_stride);
+        }
+    }
     const int layers = std::max(2, std::min(64, int(3e8 / bytes) + 1));
 
     GpuMachine machine;
@@ -134,46 +171,34 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     std::byte* const exact = raw(windows * exact_stride * layers);
     fill_pages(coded, pages * layers * shape.n_head_kv, format);
     fill_exact(exact, windows * exact_stride * layers);
-
-    std::mt19937 random(1);
-    std::vector<u32> coded_ids(pages), exact_ids(pages, kNoBlock), order(windows);
-    std::iota(coded_ids.begin(), coded_ids.end(), 0);
-    std::shuffle(coded_ids.begin(), coded_ids.end(), random);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    std::vector<QueryRow> rows;
-    for (int b = 0, next = 0; b < shape.batch; b++) {
-        rows.push_back({u32(b), u32(b), shape.context - 1, 0, edge, shape.context});
-        for (int i = 0; i < n_blocks; i++) {
-            if (i == 0 || i >= edge / 64) exact_ids[size_t(b) * n_blocks + i] = order[next++];
-        }
-    }
-    const StepShape step = {shape.batch, 1, shape.n_head, shape.n_head_kv, multiprocessors()};
+    const StepShape step = {shape.batch(), 1, shape.n_head, shape.n_head_kv, multiprocessors()};
     const Kernels& chosen = *choose(kernels, step);
-    const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), size_t(n_blocks), kSink};
+    const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), n_blocks, kSink};
     const std::vector<HeadTables> head_tables = random_tables(format, shape.n_head_kv);
-    const DeviceLayer heads = put_tables(machine, head_tables);
+    std::vector<DeviceLayer> heads;
+    for (int i = 0; i < layers; i++) heads.push_back(put_tables(machine, head_tables));
     std::normal_distribution<float> normal;
-    std::vector<float> q(size_t(shape.batch) * shape.n_head * format.k.dim);
+    std::vector<float> q(size_t(shape.batch()) * shape.n_head * format.k.dim);
     for (float& x : q) x = normal(random);
     LayerData data = {.coded = coded, .coded_stride = coded_stride, .exact = exact, .exact_stride = exact_stride,
-                      .heads = heads.heads, .constants = heads.constants};
+                      .heads = heads[0].heads, .constants = heads[0].constants};
     data.scale = 1 / std::sqrt(float(format.k.dim));
     data.q = machine.put(q), data.q_token_stride = size_t(shape.n_head) * format.k.dim, data.q_head_stride = format.k.dim;
-    data.out = reinterpret_cast<float*>(raw(size_t(shape.batch) * shape.n_head * format.v.dim * sizeof(float)));
+    data.out = reinterpret_cast<float*>(raw(size_t(shape.batch()) * shape.n_head * format.v.dim * sizeof(float)));
     data.out_stride = size_t(shape.n_head) * format.v.dim;
     std::byte* const memory = raw(workspace(chosen, step).bytes);
-    machine.zero(memory, workspace(chosen, step).bytes);
     const auto layer = [&](int i) {
         LayerData l = data;
         l.coded += size_t(i % layers) * pages * coded_stride;
         l.exact += size_t(i % layers) * windows * exact_stride;
+        l.heads = heads[size_t(i % layers)].heads, l.constants = heads[size_t(i % layers)].constants;
         return l;
     };
     plan(chosen, launch_plan, step, tables, memory, nullptr);
     attend(chosen, step, tables, data, memory, nullptr);
-    const double error = check(format, shape, head_tables, data, {coded_ids.begin(), coded_ids.begin() + n_blocks},
-                               {exact_ids.begin(), exact_ids.begin() + n_blocks}, rows[0], q, machine);
+    const size_t own = blocks(shape.contexts[0]);
+    const double error = check(format, shape, head_tables, data, {coded_ids.begin(), coded_ids.begin() + own},
+                               {exact_ids.begin(), exact_ids.begin() + own}, rows[0], q, machine);
     const int launches = std::max(layers, 8);
     const double us = median_us(launches, [&](cudaStream_t s, int i) { attend(chosen, step, tables, layer(i), memory, s); });
     const double pages_us = median_us(launches, [&](cudaStream_t s, int i) { read_pages(chosen, step, tables, layer(i), memory, s); });
@@ -182,21 +207,21 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     const double plan_us = median_us(8, [&](cudaStream_t s, int) { plan(chosen, launch_plan, step, tables, memory, s); });
     const double share = bytes / pages_us / 1e6 / roof;
     std::printf("{\"bench\":\"decode\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"heads\":\"%d/%d\",\"batch\":%d,"
-                "\"context\":%d,\"us\":%.2f,\"pages_us\":%.2f,\"query_us\":%.2f,\"output_us\":%.2f,\"plan_us\":%.2f,\"bytes\":%.0f,"
-                "\"tbs\":%.3f,\"roof\":%.3f,\"error\":%.2e}\n",
+                "\"context\":%d,\"name\":\"%s\",\"us\":%.2f,\"pages_us\":%.2f,\"query_us\":%.2f,\"output_us\":%.2f,\"plan_us\":%.2f,"
+                "\"bytes\":%.0f,\"tbs\":%.3f,\"roof\":%.3f,\"error\":%.2e}\n",
                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", shape.n_head,
-                shape.n_head_kv, shape.batch, shape.context, us, pages_us, query_us, output_us, plan_us, bytes, bytes / pages_us / 1e6,
-                share, error);
-    std::fprintf(stderr, "d%d k%d v%d info%d%s %3d/%d B=%-3d %7d  %9.2f us  pages %9.2f us (%3.0f %%)  maps %5.2f + %5.2f  plan %5.2f  error %.1e\n",
+                shape.n_head_kv, shape.batch(), shape.contexts[0], shape.name, us, pages_us, query_us, output_us, plan_us, bytes,
+                bytes / pages_us / 1e6, share, error);
+    std::fprintf(stderr, "d%d k%d v%d info%d%s %3d/%d B=%-3d %7d%s %9.2f us  pages %9.2f us (%3.0f %%)  maps %5.2f + %5.2f  plan %5.2f  error %.1e\n",
                  format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? " mean" : "", shape.n_head,
-                 shape.n_head_kv, shape.batch, shape.context, us, pages_us, 100 * share, query_us, output_us, plan_us, error);
+                 shape.n_head_kv, shape.batch(), shape.contexts[0], shape.name, us, pages_us, 100 * share, query_us, output_us,
+                 plan_us, error);
     std::fflush(stdout);
 }
 
 // Encoding blocks of 64 tokens, 8 heads of 128, dense maps on both sides.
-void encode_row(int n_blocks) {
+void encode_row(const Recipe& recipe, const char* name, int n_blocks) {
     const int heads = 8, dim = 128;
-    const Recipe recipe = find_recipe("had2");
     const PageFormat format = page_format(recipe, dim, dim), exact = bf16_format(dim, dim);
     const std::vector<HeadTables> tables = layer_tables(recipe, 0, heads, format, nullptr);
     GpuMachine machine;
@@ -204,8 +229,9 @@ void encode_row(int n_blocks) {
         std::vector<EncodeTables> all;
         for (const HeadTables& head : tables) {
             const SideTables& t = key ? head.k : head.v;
-            all.push_back({nullptr, machine.put(t.encode), machine.put(t.sigma), machine.put(t.step), nullptr, machine.put(t.digits),
-                           machine.put(t.direction), machine.put(t.digit), t.gain_reference});
+            const auto put = [&](const auto& x) { return x.empty() ? nullptr : machine.put(x); };
+            all.push_back({put(t.mean), put(t.encode), put(t.sigma), put(t.step), put(t.mean_step), put(t.digits), put(t.direction),
+                           put(t.digit), t.gain_reference});
         }
         return machine.put(all);
     };
@@ -224,8 +250,45 @@ void encode_row(int n_blocks) {
     args.counts = machine.put(std::vector<EncodeCountsDevice>{{0, 0}});
     const double us = median_us(8, [&](cudaStream_t s, int) { launch_encode(args, n_blocks, s); });
     const double bytes = double(n_blocks) * double(args.exact_stride + args.coded_stride);
-    std::printf("{\"bench\":\"encode\",\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", 64 * n_blocks, us, bytes / us / 1e6);
-    std::fprintf(stderr, "encode %6d tokens, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", 64 * n_blocks, us, bytes / us / 1e6);
+    std::printf("{\"bench\":\"encode\",\"recipe\":\"%s\",\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", name, 64 * n_blocks, us, bytes / us / 1e6);
+    std::fprintf(stderr, "encode %s %6d tokens, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", name, 64 * n_blocks, us, bytes / us / 1e6);
+}
+
+// New rows of n tokens, 8 heads of 128, into exact records: one a sequence, or a chunk of a prompt.
+void store_row(int n_tokens, bool chunk) {
+    const int heads = 8, dim = 128, blocks = chunk ? (n_tokens + 63) / 64 : n_tokens;
+    const PageFormat exact = bf16_format(dim, dim);
+    GpuMachine machine;
+    std::vector<u32> block(static_cast<size_t>(n_tokens)), slot(block.size());
+    for (u32 i = 0; i < u32(n_tokens); i++) block[i] = chunk ? i / 64 : i, slot[i] = chunk ? i : 7 * i;
+    const size_t row_bytes = size_t(n_tokens) * heads * dim * 2;
+    const auto rows = [&] {
+        std::byte* p = static_cast<std::byte*>(machine.allocate(row_bytes));
+        fill_exact(p, row_bytes);
+        return reinterpret_cast<const uint16_t*>(p);
+    };
+    const size_t stride = heads * exact.bytes();
+    const StoreArgs args = {rows(), rows(), machine.put(block), machine.put(slot),
+                            static_cast<u8*>(machine.allocate(size_t(blocks) * stride)), stride, dim, dim, heads};
+    const double us = median_us(8, [&](cudaStream_t s, int) { launch_store(args, n_tokens, s); });
+    std::printf("{\"bench\":\"store\",\"tokens\":%d,\"chunk\":%s,\"us\":%.2f,\"tbs\":%.3f}\n", n_tokens, chunk ? "true" : "false", us, 4.0 * row_bytes / us / 1e6);
+    std::fprintf(stderr, "store %6d tokens%s, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", n_tokens, chunk ? " of a prompt" : ", one a sequence", us, 4.0 * row_bytes / us / 1e6);
+}
+
+// The shapes to show for a format.
+std::vector<Shape> shapes_of(const PageFormat& f, bool quick) {
+    constexpr int k8 = 8192, k32 = 32768, k128 = 131072;
+    const bool main_format = f.k.dim == 128 && f.k.info == SideInfo::scale_zero && f.k.planes == 128;
+    if (quick) return {{32, 8, 1, k32}, {32, 8, 32, k32}};
+    if (!main_format) return {{32, 8, 1, k32}, {32, 8, 1, k128}, {32, 8, 32, k128}};
+    std::vector<Shape> shapes = {ragged()};
+    for (const auto& [batch, context] : {std::pair(1, k8), {1, k32}, {1, k128}, {1, 8 * k128}, {16, k32}, {32, k32}, {32, k128}, {64, k8}}) {
+        shapes.push_back({32, 8, batch, context});
+    }
+    for (const auto& [heads, kv] : {std::pair(64, 8), {96, 8}, {8, 8}, {4, 1}, {12, 1}}) {
+        for (const auto& [batch, context] : {std::pair(1, k32), {1, k128}, {32, k32}}) shapes.push_back({heads, kv, batch, context});
+    }
+    return shapes;
 }
 
 int run(bool quick) {
@@ -235,20 +298,14 @@ int run(bool quick) {
     std::printf("{\"bench\":\"roof\",\"device\":\"%s\",\"tbs\":%.3f}\n", device.name, roof);
     std::fprintf(stderr, "%s, read roof %.2f TB/s\n", device.name, roof);
     for (const std::vector<Kernels>& kernels : all_kernels()) {
-        const bool main_format = kernels[0].format.k.dim == 128 && kernels[0].format.k.info == SideInfo::scale_zero &&
-                                 kernels[0].format.k.planes == 128;
-        std::vector<Shape> shapes = {{32, 8, 1, 131072}, {32, 8, 32, 131072}};
-        if (main_format && !quick) {
-            shapes.clear();
-            for (const auto& [heads, kv] : {std::pair(32, 8), {64, 8}, {96, 8}, {8, 8}, {4, 1}, {12, 1}}) {
-                for (const auto& [batch, context] : {std::pair(1, 8192), {1, 32768}, {1, 131072}, {16, 32768}, {32, 32768}, {32, 131072}}) {
-                    shapes.push_back({heads, kv, batch, context});
-                }
-            }
-        }
-        for (const Shape& shape : shapes) decode_row(kernels, shape, roof);
+        for (const Shape& shape : shapes_of(kernels[0].format, quick)) decode_row(kernels, shape, roof);
     }
-    for (const int blocks : {1, 8, 64, 512}) encode_row(blocks);
+    for (const int tokens : {1, 8, 64}) store_row(tokens, false);
+    store_row(32768, true);
+    Recipe clipped = find_recipe("quarot");  // oscar's stages, without its artefact
+    clipped.k.clip = 0.96f, clipped.v.clip = 0.92f;
+    for (const int blocks : {1, 8, 64, 512}) encode_row(find_recipe("had2"), "had2", blocks);
+    for (const int blocks : {1, 8, 64, 512}) encode_row(clipped, "range with clip", blocks);
     return 0;
 }
 

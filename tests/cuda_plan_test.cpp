@@ -56,9 +56,10 @@ struct Step {
 void expect_complete(const Step& step, uint32_t seed) {
     std::vector<TileWork> tiles(step.n_tiles);
     std::vector<WorkRecord> records(step.grid * step.warps + step.n_tiles * step.segments_per_tile);
+    std::vector<SegmentParts> listed(step.n_tiles * step.segments_per_tile, {-1, -1});
     std::vector<u32> ids(size_t(step.n_tiles) * 2000, 7);
     const PlanArgs args = {step.rows.data(), step.n_tiles, step.rows_per_tile, 64, step.segments_per_tile, step.grid, step.warps,
-                           kCoded, kExact, ids.data(), 2000, tiles.data(), records.data()};
+                           kCoded, kExact, ids.data(), 2000, tiles.data(), records.data(), listed.data()};
     const int threads = 64;
     simt::emulate({3, threads, plan_shared_bytes(step.n_tiles, threads), seed}, [&](std::byte* shared) { make_plan(args, shared); });
 
@@ -91,13 +92,16 @@ void expect_complete(const Step& step, uint32_t seed) {
         const TileWork& tile = tiles[s / step.segments_per_tile];
         EXPECT_EQ(done[s], tile.n_coded + tile.n_exact()) << "segment " << s;
     }
-    // The blocks that a record names are those that have parts: the count that the last one waits for is right.
+    // The blocks that a record names are those that have parts.
     for (int v = 0; v < step.grid * step.warps; v++) {
         for (int at = v; at >= 0 && records[at].segment >= 0; at = records[at].next) {
             const WorkRecord& record = records[at];
             EXPECT_EQ(record.first_block, first_block[record.segment]);
             EXPECT_EQ(record.last_block, last_block[record.segment]);
             EXPECT_EQ(record.last_block - record.first_block + 1, parts[record.segment]);
+            EXPECT_EQ(record.first_block, listed[record.segment].first_block);
+            EXPECT_EQ(record.last_block, listed[record.segment].last_block);
+            EXPECT_EQ(record.coded_end, std::min(record.end, tiles[record.segment / step.segments_per_tile].n_coded));
         }
     }
     if (!share.empty()) {

@@ -93,7 +93,7 @@ typedef struct crumb_step {
     size_t n_sequences, ids_stride;
     int sink;
     int multiprocessors;       /* CUDA: of the device */
-    void* workspace;           /* D, crumb_workspace_bytes(), 256-byte aligned, zeroed once before the first step */
+    void* workspace;           /* D, crumb_workspace_bytes(), 256-byte aligned */
     size_t workspace_bytes;
     const crumb_threads* threads; /* CPU, or NULL */
 } crumb_step;

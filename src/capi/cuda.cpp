@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/cuda/decode.h"
 #include "attention/cuda/registry.h"
 #include "capi/layer.h"
 #include "recipe/cuda/launch.h"
@@ -134,7 +135,7 @@ void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_i
     const Kernels& kernels = kernels_of_step(layer, step);
     const StepShape shape = shape_of(layer, step);
     const Offsets offsets(layer);
-    need(io.tables, "tables");
+    if (!io.tables) fail("tables is NULL");
     const LayerData data = {.coded = static_cast<const std::byte*>(io.coded),
                             .coded_stride = io.coded_stride,
                             .exact = static_cast<const std::byte*>(io.exact),
@@ -173,7 +174,7 @@ void encode(const crumb_layer& layer, const crumb_encode_batch& batch, void* str
         throw Unsupported(fmt::format("recipe '{}' has a stage that the CUDA encoder lacks: encode its pages with CRUMB_CPU", layer.recipe.name));
     }
     const Offsets offsets(layer);
-    need(batch.tables, "tables");
+    if (!batch.tables) fail("tables is NULL");
     EncodeArgs args = {};
     args.k = encode_side(layer.recipe.k, layer.format, true, at<EncodeTables>(batch.tables, offsets.k));
     args.v = encode_side(layer.recipe.v, layer.format, false, at<EncodeTables>(batch.tables, offsets.v));

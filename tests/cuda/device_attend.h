@@ -131,7 +131,6 @@ inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_form
                             .out_stride = io.out_stride};
     const Workspace w = workspace(kernels, shape);
     std::byte* const memory = static_cast<std::byte*>(machine.allocate(w.bytes));
-    machine.zero(memory + w.counters, size_t(shape.segments(kernels.columns)) * sizeof(u32));
     for (int i = 0; i < how.times; i++) {
         plan(kernels, machine.plan_launch(), shape, tables, memory, nullptr);
         attend(kernels, shape, tables, data, memory, nullptr);

@@ -1,5 +1,6 @@
 // The kernels on a GPU: every format of the build, the same cases as on the emulator and longer ones; the encoder's bytes;
 // a step in a CUDA graph. Run by tools/gpu/test.sh, under compute-sanitizer too (--gtest_filter=*Short*).
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "cuda/decode_cases.h"
@@ -99,7 +100,6 @@ TEST(DeviceGraph, ShortReplaysGiveTheSame) {
             data.out = machine.put(std::vector<float>(io.out_stride)), data.out_stride = io.out_stride;
             const Workspace w = workspace(chosen, shape);
             std::byte* memory = static_cast<std::byte*>(machine.allocate(w.bytes));
-            machine.zero(memory, w.bytes);
             cudaStream_t stream;
             cudaGraph_t graph;
             cudaGraphExec_t exec;

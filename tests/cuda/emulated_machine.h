@@ -38,8 +38,8 @@ class EmulatedMachine : public Machine {
 template <PageFormat F, int NT>
 Kernels emulated_kernels() {
     Kernels k = kernels_of<F, NT>();
-    k.map_query = [](const MapArgs& args, int segments, Stream) {
-        simt::emulate({segments, 64, Maps<F, NT>::kQueryShared, emulated_seed++},
+    k.map_query = [](const MapArgs& args, int blocks, Stream) {
+        simt::emulate({blocks, 64, Maps<F, NT>::kQueryShared, emulated_seed++},
                       [&](std::byte* shared) { Maps<F, NT>::query(args, shared); });
     };
     k.decode = [](const DecodeArgs& args, int blocks, Stream) {
@@ -47,9 +47,12 @@ Kernels emulated_kernels() {
         simt::emulate({blocks, 32 * D::kWarps, D::kSharedSize, emulated_seed++},
                       [&](std::byte* shared) { Decode<F, NT>::run(args, shared); });
     };
-    k.map_output = [](const MapArgs& args, int segments, Stream) {
-        simt::emulate({segments, 64, Maps<F, NT>::kOutputShared, emulated_seed++},
-                      [&](std::byte* shared) { Maps<F, NT>::output(args, shared); });
+    k.map_output = [](const MapArgs& args, int blocks, bool columns_apart, Stream) {
+        const auto run = [&]<int kTogether>() {
+            simt::emulate({blocks, 64, Maps<F, NT>::template kOutputShared<kTogether>, emulated_seed++},
+                          [&](std::byte* shared) { Maps<F, NT>::template output<kTogether>(args, shared); });
+        };
+        if (columns_apart) { run.template operator()<1>(); } else { run.template operator()<4 * NT>(); }
     };
     return k;
 }

@@ -266,6 +266,7 @@ float exp2_fast(float x) { return std::exp2(x); }
 float log2_fast(float x) { return std::log2(x); }
 float tanh_exact(float x) { return std::tanh(x); }
 float fma_exact(float a, float b, float c) { return std::fma(a, b, c); }
+float whole(float x) { return std::trunc(x); }
 float max_of(float a, float b) { return std::fmax(a, b); }
 float half_low(u32 pair) { return to_float(fp16{uint16_t(pair)}); }
 float half_high(u32 pair) { return to_float(fp16{uint16_t(pair >> 16)}); }
@@ -303,7 +304,6 @@ void copy_wait(u64* barrier, u32 phase) {
     if ((at->second.done & 1) == phase) hang("a wait for a copy that was never begun");
 }
 
-void fence_device() {}
 
 u32 add_device(u32* counter, u32 x) {
     const u32 old = *counter;

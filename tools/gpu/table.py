@@ -1,39 +1,136 @@
 #!/usr/bin/env python3
-"""The files of tools/gpu/bench.sh as one Markdown table: ours, the best 16-bit kernel, the ratio. Usage: table.py FOLDER"""
+"""The files of tools/gpu/bench.sh as a Markdown table on standard output, one JSON file and two SVG plots beside them:
+speed-up over the context, and share of the read roof. Usage: table.py FOLDER"""
 import json
 import sys
 from pathlib import Path
 
 INFO = ["", "scale + zero", "16-bit gain", "8-bit gain"]
+COLOURS = ["#0b6e99", "#c4572b", "#4c8c2b", "#7d4fa3", "#a88a00", "#555555"]
 
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main(folder):
-    ours, opponents = rows(folder / "ours.jsonl"), rows(folder / "opponents.jsonl")
+def key(row):
+    return row["heads"], row["batch"], row["context"]
+
+
+def is_main(row):
+    return row["dim"] == 128 and row["info"] == 1 and row["planes_k"] == 128 and not row["name"]
+
+
+def format_name(row):
+    return f"d{row['dim']} {row['planes_k']}/{row['planes_v']} {INFO[row['info']]}{', means' if row['mean'] else ''}"
+
+
+def tokens(n):
+    return f"{n // 1024}k" if n >= 1024 else str(n)
+
+
+def shape_name(row):
+    return row["name"] or f"{row['batch']} x {tokens(row['context'])}"
+
+
+def best_of(opponents, kernels):
     best = {}
     for row in opponents:
-        key = (row["heads"], row["batch"], row["context"])
-        if "us" in row and (key not in best or row["us"] < best[key]["us"]):
-            best[key] = row
-    roof = next(row for row in ours if row["bench"] == "roof")
-    print(f"{roof['device']}, read roof {roof['tbs']:.2f} TB/s. us: a layer with both maps; roof: share of the read roof while pages are read.\n")
-    print("| format | heads | batch | context | us | pages us | roof | error | best 16-bit us | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        if "us" in row and row["kernel"] in kernels and row["us"] < best.get(key(row), row)["us"] + 1e-9:
+            best[key(row)] = row
+    return best
+
+
+def table(ours, bf16, oscar):
+    print("| format | heads | requests | us, with maps | pages us | maps us | of the roof | error | best BF16 us | ratio | OSCAR INT2 us | ratio |")
+    print("| " + "--- | " * 12)
     for row in ours:
         if row["bench"] != "decode":
             continue
-        name = f"d{row['dim']} {row['planes_k']}/{row['planes_v']} {INFO[row['info']]}{', means' if row['mean'] else ''}"
-        other = best.get((row["heads"], row["batch"], row["context"])) if row["dim"] == 128 else None
-        versus = f"{other['us']:.1f} ({other['kernel']}) | {other['us'] / row['us']:.2f}" if other else " | "
-        print(f"| {name} | {row['heads']} | {row['batch']} | {row['context']} | {row['us']:.1f} | {row['pages_us']:.1f} | "
-              f"{100 * row['roof']:.0f} % | {row['error']:.1e} | {versus} |")
-    for row in ours:
-        if row["bench"] == "encode":
-            print(f"\nencode {row['tokens']} tokens, 8 heads of 128: {row['us']:.1f} us, {row['tbs']:.2f} TB/s read and written", end="")
+        cells = [format_name(row), row["heads"], shape_name(row), f"{row['us']:.1f}", f"{row['pages_us']:.1f}",
+                 f"{row['query_us']:.1f} + {row['output_us']:.1f}", f"{100 * row['roof']:.0f} %", f"{row['error']:.1e}"]
+        for other in (bf16, oscar):
+            found = other.get(key(row)) if row["dim"] == 128 and not row["name"] else None
+            cells += [f"{found['us']:.1f} ({found['kernel']})", f"{found['us'] / row['us']:.2f}"] if found else ["", ""]
+        print("| " + " | ".join(cells) + " |")
     print()
+    for row in ours:
+        if row["bench"] not in ("encode", "store"):
+            continue
+        what = row["recipe"] if row["bench"] == "encode" else "a prompt" if row["chunk"] else "one a sequence"
+        print(f"* {row['bench']}, {what}, {row['tokens']} tokens of 8 heads: {row['us']:.1f} us, {row['tbs']:.2f} TB/s read and written")
+
+
+class Svg:
+    def __init__(self, width, height):
+        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+                      f'<rect width="{width}" height="{height}" fill="white"/>']
+
+    def text(self, x, y, text, anchor="start", colour="#222"):
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{text}</text>')
+
+    def line(self, points, colour="#ccc", width=1):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+
+    def bar(self, x, y, width, height, colour):
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
+
+    def save(self, path):
+        path.write_text("\n".join(self.parts + ["</svg>"]) + "\n")
+
+
+def plot_speedup(ours, bf16, oscar, path):
+    svg, left, top, width, height = Svg(720, 380), 60, 40, 440, 290
+    contexts = sorted({row["context"] for row in ours if key(row) in bf16})
+    lines = {}
+    for row in ours:
+        for other, what in ((bf16, "best BF16"), (oscar, "OSCAR INT2")):
+            if row["heads"] == "32/8" and key(row) in other:
+                lines.setdefault((row["batch"], what), []).append((row["context"], other[key(row)]["us"] / row["us"]))
+    most = max(ratio for line in lines.values() for _, ratio in line) * 1.1
+    place = lambda context, ratio: (left + width * contexts.index(context) / max(1, len(contexts) - 1), top + height * (1 - ratio / most))
+    svg.text(left, 22, "Times as fast, 32/8 heads of 128 channels, one layer with both maps")
+    for ratio in range(int(most) + 1):
+        svg.line([(left, place(contexts[0], ratio)[1]), (left + width, place(contexts[0], ratio)[1])])
+        svg.text(left - 8, place(contexts[0], ratio)[1] + 4, ratio, "end")
+    for context in contexts:
+        svg.text(place(context, 0)[0], top + height + 18, tokens(context), "middle")
+    svg.text(left + width / 2, top + height + 36, "tokens a request", "middle")
+    for i, ((batch, what), line) in enumerate(sorted(lines.items())):
+        colour, points = COLOURS[i % len(COLOURS)], [place(*point) for point in sorted(line)]
+        svg.line(points, colour, 2)
+        for x, y in points:
+            svg.bar(x - 3, y - 3, 6, 6, colour)
+        svg.bar(left + width + 30, top + 22 * i, 12, 12, colour)
+        svg.text(left + width + 48, top + 22 * i + 11, f"{what}, {batch} request{'s' if batch > 1 else ''}")
+    svg.save(path)
+
+
+def plot_roof(ours, path):
+    shown = [row for row in ours if row["bench"] == "decode"]
+    svg, left, width = Svg(760, 60 + 20 * len(shown)), 350, 340
+    svg.text(20, 22, "Share of the read roof while pages are read")
+    for i, row in enumerate(shown):
+        y = 40 + 20 * i
+        svg.text(left - 8, y + 12, f"{format_name(row)}, {row['heads']} heads, {shape_name(row)}", "end")
+        svg.bar(left, y, width * row["roof"], 15, COLOURS[0])
+        svg.text(left + width * row["roof"] + 6, y + 12, f"{100 * row['roof']:.0f} %")
+    svg.save(path)
+
+
+def main(folder):
+    everything = rows(folder / "ours.jsonl")
+    opponents = rows(folder / "opponents.jsonl")
+    bf16, oscar = best_of(opponents, ("cudnn", "flash")), best_of(opponents, ("oscar-int2",))
+    roof = next(row for row in everything if row["bench"] == "roof")
+    print(f"{roof['device']}, read roof {roof['tbs']:.2f} TB/s.\n")
+    table(everything, bf16, oscar)
+    (folder / "bench.json").write_text(json.dumps(everything + opponents, indent=0) + "\n")
+    main_rows = [row for row in everything if row["bench"] == "decode" and is_main(row)]
+    if bf16:
+        plot_speedup(main_rows, bf16, oscar, folder / "speedup.svg")
+    plot_roof(everything, folder / "roof.svg")
 
 
 if __name__ == "__main__":

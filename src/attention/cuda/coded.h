@@ -20,29 +20,26 @@ namespace crumb::cuda {
 
 using simt::u8;
 
-// Side information of the lane's 8 tokens, 32 half + 4 r + e at index 4 half + e.
+// Side information of the lane's tokens 32 half + 4 r + e, from e = 0 on.
 template <SideInfo I>
-CRUMB_DEVICE void load_scales(const u8* info, int r, float reference_log2, float (&scale)[8], float (&zero)[8]) {
+CRUMB_DEVICE void load_scales(const u8* info, int half, int r, float reference_log2, float* scale, float* zero) {
     using namespace simt;
+    if constexpr (I == SideInfo::gain8) {
+        const u32 codes = *reinterpret_cast<const u32*>(info + 32 * half + 4 * r);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if constexpr (I == SideInfo::gain8) {
-            const u32 codes = *reinterpret_cast<const u32*>(info + 32 * half + 4 * r);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float code = float(codes >> (8 * e) & 0xffu);
-                scale[4 * half + e] = exp2_fast(fma_exact(code, 0.0625f, reference_log2 - 8.0f));
-            }
-        } else {
-            const Words2 s = *reinterpret_cast<const Words2*>(info + 2 * (32 * half + 4 * r));
-            scale[4 * half] = half_low(s.x), scale[4 * half + 1] = half_high(s.x);
-            scale[4 * half + 2] = half_low(s.y), scale[4 * half + 3] = half_high(s.y);
+        for (int e = 0; e < 4; e++) {
+            const float code = float(codes >> (8 * e) & 0xffu);
+            scale[e] = exp2_fast(fma_exact(code, 0.0625f, reference_log2 - 8.0f));
         }
-        if constexpr (I == SideInfo::scale_zero) {
-            const Words2 z = *reinterpret_cast<const Words2*>(info + 128 + 2 * (32 * half + 4 * r));
-            zero[4 * half] = half_low(z.x), zero[4 * half + 1] = half_high(z.x);
-            zero[4 * half + 2] = half_low(z.y), zero[4 * half + 3] = half_high(z.y);
-        }
+    } else {
+        const Words2 s = *reinterpret_cast<const Words2*>(info + 2 * (32 * half + 4 * r));
+        scale[0] = half_low(s.x), scale[1] = half_high(s.x);
+        scale[2] = half_low(s.y), scale[3] = half_high(s.y);
+    }
+    if constexpr (I == SideInfo::scale_zero) {
+        const Words2 z = *reinterpret_cast<const Words2*>(info + 128 + 2 * (32 * half + 4 * r));
+        zero[0] = half_low(z.x), zero[1] = half_high(z.x);
+        zero[2] = half_low(z.y), zero[3] = half_high(z.y);
     }
 }
 
@@ -57,12 +54,15 @@ class Coded {
     using D = DecodeFormat<F, NT>;
     static constexpr int kTiles = D::kPlanesV / 16;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
-    static constexpr int kWords = (D::kCodeWords + D::kMeanWords) / 32;
+    static constexpr int kWords = D::kCodeWords / 32;
 
   public:
-    CRUMB_DEVICE void begin(const u32* query, u32* shared_query, float softcap, int sink, const HeadConstants& head) {
+    // shared: kSharedWords of this warp. means: its entry, whose channels collect page means while pages are read
+    // (kMeansInEntry).
+    CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, float softcap, int sink, const HeadConstants& head) {
         using namespace simt;
         const int l = lane();
+        sync_warp();
         if constexpr (D::kQueryInRegisters) {
 #pragma unroll
             for (int i = 0; i < D::kTailAt / 128; i++) {
@@ -74,38 +74,43 @@ class Coded {
                 const Words2 w = reinterpret_cast<const Words2*>(query + D::kTailAt)[32 * i + l];
                 query_[D::kTailAt / 32 + 2 * i] = w.x, query_[D::kTailAt / 32 + 2 * i + 1] = w.y;
             }
-#pragma unroll
-            for (int i = 0; i < D::kMeanWords / 128; i++) {
-                const Words4 w = reinterpret_cast<const Words4*>(query + D::kMeanAt)[32 * i + l];
-                u32* to = query_ + D::kMeanAt / 32 + 4 * i;
-                to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
-            }
         } else {
-            sync_warp();
-            for (int i = l; i < (D::kCodeWords + D::kMeanWords) / 4; i += kWarp) {
-                reinterpret_cast<Words4*>(shared_query)[i] = reinterpret_cast<const Words4*>(query)[i];
+            for (int i = l; i < D::kCodeWords / 4; i += kWarp) {
+                reinterpret_cast<Words4*>(shared)[i] = reinterpret_cast<const Words4*>(query)[i];
             }
-            sync_warp();
-            shared_ = shared_query;
         }
+        for (int i = l; i < D::kMeanWords / 4; i += kWarp) {
+            reinterpret_cast<Words4*>(shared + D::kSharedMeanAt)[i] = reinterpret_cast<const Words4*>(query + D::kMeanAt)[i];
+        }
+        for (int i = l; i < 2 * D::kColumns; i += kWarp) {
+            reinterpret_cast<Words4*>(shared + D::kSharedColumnAt)[i] = reinterpret_cast<const Words4*>(query + D::kColumnAt)[i];
+        }
+        sync_warp();
+        shared_ = shared;
+        sink_ = sink;
+        means_in_entry_ = means;
         head_ = head;
         softcap_ = softcap;
         pages_ = 0;
-        const QueryColumn* columns = reinterpret_cast<const QueryColumn*>(query + D::kColumnAt);
+        all_from_ = sink, all_to_ = 0x7fffffff;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const QueryColumn c = columns[4 * n + l % 4];
-            unit_[n] = c.unit, ones_[n] = c.ones, offset_[n] = c.offset, mean_unit_[n] = c.mean_unit;
-            centre_[n] = c.centre;
-            from_[n] = c.begin > sink ? c.begin : sink;
-            to_[n] = c.coded_end < c.end ? c.coded_end : c.end;
+            const QueryColumn& c = column(n);
+            all_from_ = c.begin > all_from_ ? c.begin : all_from_;
+            all_to_ = c.coded_end < all_to_ ? c.coded_end : all_to_;
+            all_to_ = c.end < all_to_ ? c.end : all_to_;
             top_[n] = kUnset, sum_[n] = 0, zeros_[n] = 0;
 #pragma unroll
             for (int t = 0; t <= kTiles; t++) {
                 for (int i = 0; i < 4; i++) { acc_[n][t][i] = 0; }
             }
         }
-        if constexpr (F.v.mean) {
+        if constexpr (D::kMeansInEntry) {
+            for (int c = 0; c < D::kColumns; c++) {
+                for (int i = l; i < D::kDimV; i += kWarp) { means[c * D::kStride + D::kPlanesV + i] = 0; }
+            }
+            sync_warp();
+        } else if constexpr (F.v.mean) {
             for (auto& column : means_) {
                 for (float& x : column) { x = 0; }
             }
@@ -117,8 +122,11 @@ class Coded {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
         float x[NT][8], scale[8], zero[8];
-        logits(p, r, q, x, scale, zero);
-        load_scales<F.v.info>(p + D::kAt.value_info, r, head_.v_reference_log2, scale, zero);
+        logits(p, r, q, x);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            load_scales<F.v.info>(p + D::kAt.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
+        }
         mask(index, r, x, scale, zero);
 
         const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
@@ -162,6 +170,7 @@ class Coded {
     CRUMB_DEVICE void finish(float* entry) {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
+        sync_warp();  // the entry may lie where the query was
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             float sum = sum_[n], zeros = zeros_[n];
@@ -177,35 +186,36 @@ class Coded {
                 const int f = t % 4;
                 const bool nested = t < 4 * D::kGroupsV && f > 0;
                 const float unit = 256.0f / float(1 << (2 * f));
+                float value[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     int high = acc_[n][t][2 * i], low = acc_[n][t][2 * i + 1];
                     if (nested) { high -= acc_[n][t - 1][2 * i], low -= acc_[n][t - 1][2 * i + 1]; }
-                    const float value = fma_exact(float(high), 256.0f, float(low));
-                    column[16 * t + 2 * r + i] = fma_exact(value, unit, -256.0f * centre);
+                    value[i] = fma_exact(fma_exact(float(high), 256.0f, float(low)), unit, -256.0f * centre);
                 }
+                *reinterpret_cast<Floats2*>(column + 16 * t + 2 * r) = {value[0], value[1]};
             }
             if (r == 0) {
                 float* scalars = column + D::kWidth;
                 scalars[kTop] = top_[n], scalars[kSum] = sum, scalars[kCodedSum] = sum, scalars[kZeroSum] = zeros;
             }
         }
-        for (int c = 0; c < D::kColumns; c++) {
-            for (int i = lane(); i < D::kDimV; i += kWarp) { entry[c * D::kStride + D::kPlanesV + i] = 0; }
-        }
-        if constexpr (F.v.mean) {
-            sync_warp();
 #pragma unroll
-            for (int g = 0; g < kMeanGroups; g++) {
-                const int channel = 128 * g + 4 * lane();
-                if (channel >= D::kDimV) { continue; }
+        for (int g = 0; g < kMeanGroups; g++) {
+            const int channel = 128 * g + 4 * lane();
+            if (channel >= D::kDimV) { continue; }
+            Floats4 step = {};
+            if constexpr (F.v.mean) { step = reinterpret_cast<const Floats4*>(head_.v_mean_step)[channel / 4]; }
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float step = head_.v_mean_step[channel + i];
-#pragma unroll
-                    for (int c = 0; c < D::kColumns; c++) {
-                        entry[c * D::kStride + D::kPlanesV + channel + i] = means_[c][4 * g + i] * step;
-                    }
+            for (int c = 0; c < D::kColumns; c++) {
+                Floats4& to = *reinterpret_cast<Floats4*>(entry + c * D::kStride + D::kPlanesV + channel);
+                if constexpr (D::kMeansInEntry) {
+                    to = {to.x * step.x, to.y * step.y, to.z * step.z, to.w * step.w};
+                } else if constexpr (F.v.mean) {
+                    const float* m = means_[c] + 4 * g;
+                    to = {m[0] * step.x, m[1] * step.y, m[2] * step.z, m[3] * step.w};
+                } else {
+                    to = {};
                 }
             }
         }
@@ -232,19 +242,18 @@ class Coded {
     }
 
     CRUMB_DEVICE simt::Words4 query_mean(int n, int group) const {
-        if constexpr (D::kQueryInRegisters) {
-            const u32* w = query_ + D::kMeanAt / 32 + 4 * (n * (D::kDimK / 64) + group);
-            return {w[0], w[1], w[2], w[3]};
-        } else {
-            return reinterpret_cast<const simt::Words4*>(shared_ + D::kMeanAt)[32 * (n * (D::kDimK / 64) + group) + simt::lane()];
-        }
+        return reinterpret_cast<const simt::Words4*>(shared_ + D::kSharedMeanAt)[32 * (n * (D::kDimK / 64) + group) + simt::lane()];
     }
 
-    CRUMB_DEVICE void logits(const u8* p, int r, int q, float (&x)[NT][8], float (&scale)[8], float (&zero)[8]) {
+    CRUMB_DEVICE const QueryColumn& column(int n) const {
+        return reinterpret_cast<const QueryColumn*>(shared_ + D::kSharedColumnAt)[4 * n + simt::lane() % 4];
+    }
+
+    CRUMB_DEVICE void logits(const u8* p, int r, int q, float (&x)[NT][8]) {
         using namespace simt;
         float offset[NT];
 #pragma unroll
-        for (int n = 0; n < NT; n++) { offset[n] = offset_[n]; }
+        for (int n = 0; n < NT; n++) { offset[n] = column(n).offset; }
         if constexpr (F.k.mean) {
             int dot[NT][4] = {};
 #pragma unroll
@@ -259,10 +268,9 @@ class Coded {
             }
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                offset[n] = fma_exact(float(256 * dot[n][0] + dot[n][1]), mean_unit_[n], offset[n]);
+                offset[n] = fma_exact(float(256 * dot[n][0] + dot[n][1]), column(n).mean_unit, offset[n]);
             }
         }
-        load_scales<F.k.info>(p + D::kAt.key_info, r, head_.k_reference_log2, scale, zero);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int high[NT][2][4], low[NT][2][4];  // fields 2, 3; fields 0, 1, which count a sixteenth
@@ -271,7 +279,7 @@ class Coded {
 #pragma unroll
                 for (int t = 0; t < 2; t++) {
                     high[n][t][0] = high[n][t][2] = 0;
-                    high[n][t][1] = high[n][t][3] = -centre_[n];
+                    high[n][t][1] = high[n][t][3] = -column(n).centre;
                     for (int i = 0; i < 4; i++) { low[n][t][i] = 0; }
                 }
             }
@@ -298,23 +306,28 @@ class Coded {
                     mma_u8s8(low[n][1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
                 }
             }
+            float scale[4], zero[4], unit[NT], ones[NT];
+            load_scales<F.k.info>(p + D::kAt.key_info, half, r, head_.k_reference_log2, scale, zero);
+#pragma unroll
+            for (int n = 0; n < NT; n++) { unit[n] = column(n).unit, ones[n] = column(n).ones; }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int t = e / 2, i = 2 * (e % 2), token = 4 * half + e;
+                const int t = e / 2, i = 2 * (e % 2);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const int total = 256 * (high[n][t][i] + 16 * low[n][t][i]) + high[n][t][i + 1] + 16 * low[n][t][i + 1];
                     float base = offset[n];
-                    if constexpr (F.k.info == SideInfo::scale_zero) { base = fma_exact(zero[token], ones_[n], base); }
-                    x[n][token] = fma_exact(float(total), scale[token] * unit_[n], base);
+                    if constexpr (F.k.info == SideInfo::scale_zero) { base = fma_exact(zero[e], ones[n], base); }
+                    x[n][4 * half + e] = fma_exact(float(total), scale[e] * unit[n], base);
                 }
             }
         }
         if (softcap_ > 0) {
+            const float inverse = 1.0f / softcap_;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int i = 0; i < 8; i++) { x[n][i] = softcap_ * tanh_exact(x[n][i] / softcap_); }
+                for (int i = 0; i < 8; i++) { x[n][i] = softcap_ * tanh_exact(x[n][i] * inverse); }
             }
         }
     }
@@ -323,17 +336,21 @@ class Coded {
     CRUMB_DEVICE void mask(int index, int r, float (&x)[NT][8], float (&scale)[8], float (&zero)[8]) {
         using namespace simt;
         const int first = kPageTokens * index;
-        bool partial = false;
+        if (!any(all_from_ > first || all_to_ < first + kPageTokens)) { return; }
+        int from[NT], to[NT];
 #pragma unroll
-        for (int n = 0; n < NT; n++) { partial |= from_[n] > first || to_[n] < first + kPageTokens; }
-        if (!any(partial)) { return; }
+        for (int n = 0; n < NT; n++) {
+            const QueryColumn& c = column(n);
+            from[n] = c.begin > sink_ ? c.begin : sink_;
+            to[n] = c.coded_end < c.end ? c.coded_end : c.end;
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int j = first + 32 * (i / 4) + 4 * r + i % 4;
             u32 seen = 0;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const bool sees = from_[n] <= j && j < to_[n];
+                const bool sees = from[n] <= j && j < to[n];
                 if (!sees) { x[n][i] = -float_of(0x7f800000u); }
                 seen |= sees;
             }
@@ -389,7 +406,17 @@ class Coded {
 #pragma unroll
             for (int c = 0; c < D::kColumns; c++) {
                 const float factor = shuffle(factors[c / 4], c % 4);
-                for (float& mean : means_[c]) { mean *= factor; }
+#pragma unroll
+                for (int g = 0; g < kMeanGroups; g++) {
+                    if constexpr (D::kMeansInEntry) {
+                        if (128 * g + 4 * lane() < D::kDimV) {
+                            Floats4& m = mean_in_entry(c, g);
+                            m = {m.x * factor, m.y * factor, m.z * factor, m.w * factor};
+                        }
+                    } else {
+                        for (int i = 0; i < 4; i++) { means_[c][4 * g + i] *= factor; }
+                    }
+                }
             }
         }
     }
@@ -451,24 +478,36 @@ class Coded {
             const int channel = 128 * g + 4 * lane();
             if (channel >= D::kDimV) { continue; }
             const u32 word = *reinterpret_cast<const u32*>(p + D::kAt.value_mean + channel);
+            float mean[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float mean = float(int8_t(word >> (8 * i)));
+            for (int i = 0; i < 4; i++) { mean[i] = float(int8_t(word >> (8 * i))); }
 #pragma unroll
-                for (int c = 0; c < D::kColumns; c++) { means_[c][4 * g + i] = fma_exact(weight[c], mean, means_[c][4 * g + i]); }
+            for (int c = 0; c < D::kColumns; c++) {
+                if constexpr (D::kMeansInEntry) {
+                    Floats4& m = mean_in_entry(c, g);
+                    m = {fma_exact(weight[c], mean[0], m.x), fma_exact(weight[c], mean[1], m.y),
+                         fma_exact(weight[c], mean[2], m.z), fma_exact(weight[c], mean[3], m.w)};
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) { means_[c][4 * g + i] = fma_exact(weight[c], mean[i], means_[c][4 * g + i]); }
+                }
             }
         }
     }
 
+    CRUMB_DEVICE simt::Floats4& mean_in_entry(int column, int group) const {
+        return *reinterpret_cast<simt::Floats4*>(means_in_entry_ + column * D::kStride + D::kPlanesV + 128 * group + 4 * simt::lane());
+    }
+
     u32 query_[D::kQueryInRegisters ? kWords : 1];
     const u32* shared_;
+    float* means_in_entry_;
     HeadConstants head_;
     float softcap_;
-    float unit_[NT], ones_[NT], offset_[NT], mean_unit_[NT];
-    int centre_[NT], from_[NT], to_[NT];
+    int sink_, all_from_, all_to_;  // tokens that all columns of the lane see
     int acc_[NT][kTiles + 1][4];
     float top_[NT], sum_[NT], zeros_[NT];
-    float means_[F.v.mean ? D::kColumns : 1][4 * kMeanGroups];
+    float means_[F.v.mean && !D::kMeansInEntry ? D::kColumns : 1][4 * kMeanGroups];
     int pages_;
 };
 

@@ -1,19 +1,21 @@
 // Decode attention over pages, one launch a layer: persistent blocks whose warps follow the plan's work list, and merge.
 //
 // Loads. Every warp has a ring of pages in shared memory, filled by copies that run ahead of the arithmetic across the
-// borders of records: no barrier of the block in the main loop. Exact tokens are read in place.
+// borders of records: no barrier of the block in the main loop. Exact tokens are read in place. The first copies start
+// before the previous kernel has ended: it is map_query(), which writes nothing that they read.
 // Merge. A segment that a warp does alone is written out at once. Of the others, a warp leaves its last one in shared memory
 // and an earlier one, which began in another warp, in `scratch`; when all warps are done the block adds up what they have of
-// a segment. If other blocks have parts of it, the sum goes to `partials`, and the block that counts last adds the parts
-// in ascending order. So nobody waits for anybody: no input and no order of blocks can hang the kernel, and two runs
-// give the same bits. (The prototype polled the values themselves instead of counting: 1.2 us less at one request of 128k
-// tokens, on an H200.)
+// a segment. If other blocks have parts of it, the sum goes to `partials`, and map_output() adds the parts, in ascending
+// order. So nobody waits for anybody: no input and no order of blocks can hang the kernel, and two runs give the same bits.
+// (A last block that counts or polls its way to the parts takes 2 to 3 us longer than the next kernel, which has to be
+// started anyway.)
 //
 // What is written is sums in the spaces of pages (planes, channels); map_output() turns them into outputs.
 #pragma once
 
 #include "attention/cuda/coded.h"
 #include "attention/cuda/exact.h"
+#include "attention/cuda/parts.h"
 #include "attention/cuda/plan.h"
 
 namespace crumb::cuda {
@@ -35,7 +37,6 @@ struct DecodeArgs {
     float* merged;                // [segment][kEntryFloats]
     float* partials;              // [blocks][2][kEntryFloats]
     float* scratch;               // [blocks][warps][kEntryFloats]
-    u32* counters;                // [segment], 0 before the first launch and after every launch
     int n_head_kv, column_blocks;
     int sink;
     float softcap;  // of logits in units of log2, or 0
@@ -53,9 +54,10 @@ class Ring {
         copy_ready();
         next_ = record;
         if (!load_record()) { return; }
+        const WorkRecord& first = a_.records[current_];
 #pragma unroll
         for (int s = 0; s < D::kStages; s++) {  // ids come with the record: the first copies wait for one load alone
-            if (item_ < end_) { copy(s, a.records[current_].ids[s]); }
+            if (item_ < end_) { copy(s, first.ids[s]); }
         }
         load_ids();
         for (int s = int(item_ - base_); s < D::kStages; s++) { issue(s); }
@@ -87,11 +89,10 @@ class Ring {
             const WorkRecord& record = a_.records[current_];
             if (record.segment < 0) { break; }
             const int head_of = record.segment / a_.column_blocks;
-            const TileWork& tile = a_.tiles[head_of / a_.n_head_kv];
             next_ = record.next;
             item_ = base_ = record.first;
-            end_ = least(record.end, tile.n_coded);
-            ids_at_ = a_.coded_ids + tile.sequence * a_.ids_stride + tile.coded_first;
+            end_ = record.coded_end;
+            ids_at_ = a_.coded_ids + record.first_id;
             head_ = a_.coded + size_t(head_of % a_.n_head_kv) * D::kPageBytes;
             if (item_ < end_) { return true; }
         }
@@ -152,16 +153,16 @@ class Decode {
         using namespace simt;
         u8* const shared = reinterpret_cast<u8*>(shared_bytes);
         Piece* const pieces = reinterpret_cast<Piece*>(shared + D::kWarps * D::kWarpBytes);  // [warp][2]
-        wait_for_previous();
-        launch_next();
         u8* const mine = shared + warp() * D::kWarpBytes;
         float* const entry = entry_of(shared, warp());
-        u32* const query = reinterpret_cast<u32*>(entry + D::kEntryFloats);
+        u32* const query = D::kQueryInEntry ? reinterpret_cast<u32*>(entry) : reinterpret_cast<u32*>(entry + D::kEntryFloats);
         u64* const barriers = reinterpret_cast<u64*>(mine + D::kWarpBytes - 8 * D::kStages);
         if (lane() == 0) { pieces[2 * warp()].segment = pieces[2 * warp() + 1].segment = -1; }
 
         int at = block() * D::kWarps + warp();
         Ring<F, NT> ring(a, mine, barriers, at);
+        wait_for_previous();
+        launch_next();
         while (at >= 0 && a.records[at].segment >= 0) {
             const WorkRecord record = a.records[at];
             sums(a, record, ring, query, entry);
@@ -194,10 +195,10 @@ class Decode {
         const int head_of = record.segment / a.column_blocks, head = head_of % a.n_head_kv;
         const TileWork tile = a.tiles[head_of / a.n_head_kv];
         const u32* query = a.queries + size_t(record.segment) * D::kQueryWords;
-        const int coded_end = least(record.end, tile.n_coded);
+        const int coded_end = record.coded_end;
         if (record.first < coded_end) {
             Coded<F, NT> coded;
-            coded.begin(query, shared_query, a.softcap, a.sink, a.heads[head]);
+            coded.begin(query, shared_query, entry, a.softcap, a.sink, a.heads[head]);
 #pragma unroll 1
             for (int i = record.first; i < coded_end; i++) {
                 coded.page(ring.wait(), tile.coded_first + i);
@@ -220,42 +221,16 @@ class Decode {
     }
 
     CRUMB_DEVICE static void copy_entry(const float* from, float* to) {
-        simt::sync_warp();
-        for (int i = simt::lane(); i < D::kEntryFloats; i += simt::kWarp) { to[i] = from[i]; }
-        simt::sync_warp();
-    }
-
-    // Element x (of kWidth sums and the scalars) of a column, over n parts in order.
-    template <class Part>
-    CRUMB_DEVICE static float add(int n, int column, int x, Part part) {
-        float top = kUnset, sum = 0;
-        for (int i = 0; i < n; i++) {
-            const float* entry = part(i);
-            if (entry) { top = simt::max_of(top, entry[column * D::kStride + D::kWidth + kTop]); }
+        using namespace simt;
+        sync_warp();
+        for (int i = lane(); i < D::kEntryFloats / 4; i += kWarp) {
+            reinterpret_cast<Floats4*>(to)[i] = reinterpret_cast<const Floats4*>(from)[i];
         }
-        if (x == D::kWidth + kTop) { return top; }
-        for (int i = 0; i < n; i++) {
-            const float* entry = part(i);
-            if (!entry) { continue; }
-            const float factor = simt::exp2_fast(entry[column * D::kStride + D::kWidth + kTop] - top);
-            sum = simt::fma_exact(factor, entry[column * D::kStride + x], sum);
-        }
-        return sum;
-    }
-
-    template <class Part>
-    CRUMB_DEVICE static void add_all(int n, float* to, Part part) {
-        constexpr int kUsed = D::kWidth + kZeroSum + 1;
-        for (int i = simt::thread(); i < D::kColumns * kUsed; i += simt::n_threads()) {
-            const int column = i / kUsed, x = i % kUsed;
-            to[column * D::kStride + x] = add(n, column, x, part);
-        }
+        sync_warp();
     }
 
     // Pieces of a segment are neighbours: warps are in the order of the work.
     CRUMB_DEVICE static void merge(const DecodeArgs& a, u8* shared, const Piece* pieces) {
-        using namespace simt;
-        u32* const counted = reinterpret_cast<u32*>(shared + D::kWarps * D::kWarpBytes + 2 * D::kWarps * sizeof(Piece));
 #pragma unroll 1
         for (int i = 0; i < 2 * D::kWarps;) {
             const Piece piece = pieces[i];
@@ -265,31 +240,26 @@ class Decode {
             }
             int end = i + 1;
             while (end < 2 * D::kWarps && (pieces[end].segment < 0 || pieces[end].segment == piece.segment)) { end++; }
-            const auto part = [&](int k) -> const float* {
-                const int w = (i + k) / 2;
-                if (pieces[i + k].segment < 0) { return nullptr; }
-                return (i + k) % 2 ? entry_of(shared, w) : scratch_of(a, w);
-            };
-            float* const merged = a.merged + size_t(piece.segment) * D::kEntryFloats;
-            const auto place = [&](int b) -> float* {
-                return a.partials + (2 * size_t(b) + (b == piece.first_block)) * D::kEntryFloats;
-            };
             const bool alone = piece.first_block == piece.last_block;
-            add_all(end - i, alone ? merged : place(block()), part);
-            if (!alone) {
-                const int parts = piece.last_block - piece.first_block + 1;
-                fence_device();
-                sync_block();
-                if (thread() == 0) { *counted = add_device(a.counters + piece.segment, 1); }
-                sync_block();
-                if (*counted == u32(parts - 1)) {
-                    fence_device();
-                    add_all(parts, merged, [&](int k) -> const float* { return place(piece.first_block + k); });
-                    if (thread() == 0) { a.counters[piece.segment] = 0; }
-                }
-                sync_block();
-            }
+            float* const to = alone ? a.merged + size_t(piece.segment) * D::kEntryFloats
+                                    : partial_of<D>(a.partials, simt::block(), piece.first_block);
+            add_pieces(a, shared, pieces, i, end, to);
             i = end;
+        }
+    }
+
+    CRUMB_DEVICE static void add_pieces(const DecodeArgs& a, u8* shared, const Piece* pieces, int first, int end, float* to) {
+        using namespace simt;
+        constexpr int kQuads = D::kWidth / 4 + 1;  // the last one is the scalars
+        const auto part = [&](int k) -> const float* {
+            if (pieces[k].segment < 0) { return nullptr; }
+            return k % 2 ? entry_of(shared, k / 2) : scratch_of(a, k / 2);
+        };
+        for (int i = thread(); i < D::kColumns * kQuads; i += n_threads()) {
+            const int column = i / kQuads, x = 4 * (i % kQuads);
+            PartialSum s = PartialSum::of<D>(first, 1, end, column, x, part);
+            if (x == D::kWidth) { s.sum.x = s.top; }
+            *reinterpret_cast<Floats4*>(to + column * D::kStride + x) = s.sum;
         }
     }
 };

@@ -82,9 +82,16 @@ struct DecodeFormat {
     static constexpr int kColumnAt = kExactAt + kExactWords;
     static constexpr int kQueryWords = kColumnAt + kColumns * 8;
 
-    // The query in registers where that is at most 16 of them, else in shared memory.
-    static constexpr bool kQueryInRegisters = (kCodeWords + kMeanWords) / 32 <= 16;
-    static constexpr u32 kQueryBytes = kQueryInRegisters ? 0 : u32(kCodeWords + kMeanWords) * 4;
+    // The query in registers where that is at most 8 of them, else in shared memory; its scalars always there.
+    static constexpr bool kQueryInRegisters = kCodeWords / 32 <= 8;
+    static constexpr int kSharedMeanAt = kQueryInRegisters ? 0 : kCodeWords;
+    static constexpr int kSharedColumnAt = kSharedMeanAt + kMeanWords;
+    static constexpr int kSharedWords = kSharedColumnAt + kColumns * 8;
+    // Page means of V are summed up in registers (16 of them for 4 columns of 128 channels), or in the entry's channels.
+    static constexpr bool kMeansInEntry = F.v.mean && kColumns * ((kDimV + 127) / 128) > 4;
+    // Otherwise nothing of the entry is written before the query is done with, so they share a place.
+    static constexpr bool kQueryInEntry = !kMeansInEntry && kSharedWords <= kEntryFloats;
+    static constexpr u32 kQueryBytes = kQueryInEntry ? 0 : u32(kSharedWords) * 4;
 
     // 9 KB of pages on their way a warp are enough (measured: more only lengthens the queue).
     static constexpr int kStages = kPageBytes >= 4096 ? 2 : kPageBytes >= 2816 ? 3 : 4;
@@ -95,10 +102,16 @@ struct DecodeFormat {
     static constexpr int kWanted = kLargeSums <= 76 ? 12 : 8;
     static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
-    static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps + 128;
+    static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps;
 
     static constexpr u32 kCodedUnits = (kPageBytes + 127) / 128;
     static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * 2 / 128;
 };
+
+// A block's part of a segment that several have parts of: [blocks][2][kEntryFloats], one for the segment that it begins.
+template <class D, class T>
+CRUMB_DEVICE T* partial_of(T* partials, int block, int first_block) {
+    return partials + (2 * size_t(block) + (block == first_block)) * D::kEntryFloats;
+}
 
 }  // namespace crumb::cuda

@@ -11,6 +11,12 @@ template <PageFormat F, int NT>
 class Exact {
     using D = DecodeFormat<F, NT>;
     static constexpr int kTiles = D::kDimV / 16;
+    static constexpr int kGroups = D::kDimV / 64;                 // of V's channels
+    static constexpr int kAhead = kGroups <= 2 ? kGroups : 0;     // of them are loaded together with K
+
+    struct Rows {  // 64 channels of the lane's four tokens
+        simt::Words4 token[4];
+    };
 
   public:
     CRUMB_DEVICE void begin(const u32* query, float softcap, int sink) {
@@ -35,6 +41,10 @@ class Exact {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
         const int slot = kExactTokens * (group % (kPageTokens / kExactTokens));  // in the block
+        const u8* const v = record + size_t(kPageTokens) * D::kDimK * 2 + size_t(slot + 4 * q) * D::kDimV * 2 + 16 * r;
+        Rows rows[kAhead > 0 ? kAhead : 1];
+#pragma unroll
+        for (int g = 0; g < kAhead; g++) { rows[g] = load(v, g); }
         float c[NT][4];
         keys(record, slot, r, q, c);
 
@@ -45,7 +55,7 @@ class Exact {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 x[n][i] = c[n][2 * i] + c[n][2 * i + 1];
-                if (softcap_ > 0) { x[n][i] = softcap_ * tanh_exact(x[n][i] / softcap_); }
+                if (softcap_ > 0) { x[n][i] = softcap_ * tanh_exact(x[n][i] * (1.0f / softcap_)); }
                 const bool sees = visible(kExactTokens * group + 2 * r + i, begin_[n], coded_end_[n], end_[n]);
                 unseen |= !sees;
                 if (!sees) { x[n][i] = -float_of(0x7f800000u); }
@@ -64,10 +74,10 @@ class Exact {
             }
         }
         if (any(unseen)) {
-            values_masked(record, slot, group, r, q, b);
+            values_masked(v, rows, group, q, b);
         } else {
             const bool all[NT] = {};
-            values<false>(record, slot, r, q, b, 0, 0, 0, 0, all);
+            values<false>(v, rows, q, b, 0, 0, 0, 0, all);
         }
     }
 
@@ -162,23 +172,32 @@ class Exact {
         }
     }
 
+    CRUMB_DEVICE static Rows load(const u8* v, int group) {
+        Rows rows;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            rows.token[e] = simt::load_once(reinterpret_cast<const simt::Words4*>(v + e * D::kDimV * 2 + 128 * group));
+        }
+        return rows;
+    }
+
     // With kMasked: tokens that a row with these bounds does not see count as 0, and only columns named by `mine` change.
     template <bool kMasked>
-    CRUMB_DEVICE void values(const u8* record, int slot, int r, int q, const u32 (&b)[NT][2], int group, int begin,
-                             int coded_end, int end, const bool (&mine)[NT]) {
+    CRUMB_DEVICE void values(const u8* v, const Rows* ahead, int q, const u32 (&b)[NT][2], int group, int begin, int coded_end,
+                             int end, const bool (&mine)[NT]) {
         using namespace simt;
-        const u8* v = record + size_t(kPageTokens) * D::kDimK * 2 + size_t(slot + 4 * q) * D::kDimV * 2 + 16 * r;
         u32 keep[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             keep[e] = !kMasked || visible(kExactTokens * group + 4 * q + e, begin, coded_end, end) ? ~0u : 0u;
         }
 #pragma unroll
-        for (int g = 0; g < D::kDimV / 64; g++) {
+        for (int g = 0; g < kGroups; g++) {
+            const Rows rows = kAhead > 0 ? ahead[g] : load(v, g);
             u32 w[4][4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const Words4 x = load_once(reinterpret_cast<const Words4*>(v + e * D::kDimV * 2 + 128 * g));
+                const Words4& x = rows.token[e];
                 w[e][0] = x.x & keep[e], w[e][1] = x.y & keep[e], w[e][2] = x.z & keep[e], w[e][3] = x.w & keep[e];
             }
 #pragma unroll
@@ -201,7 +220,7 @@ class Exact {
 
     // A value that is not finite must not reach a row that does not see it (0 x NaN is NaN): one turn for every kind of
     // row among the columns.
-    CRUMB_DEVICE void values_masked(const u8* record, int slot, int group, int r, int q, const u32 (&b)[NT][2]) {
+    CRUMB_DEVICE void values_masked(const u8* v, const Rows* ahead, int group, int q, const u32 (&b)[NT][2]) {
         using namespace simt;
         int last[3] = {-1, -1, -1};
 #pragma unroll 1
@@ -221,7 +240,7 @@ class Exact {
                 if (any(mine[n] && 4 * n + q < c)) { first = false; }  // these bounds had their turn
             }
             for (int i = 0; i < 3; i++) { last[i] = bounds[i]; }
-            if (first) { values<true>(record, slot, r, q, b, group, bounds[0], bounds[1], bounds[2], mine); }
+            if (first) { values<true>(v, ahead, q, b, group, bounds[0], bounds[1], bounds[2], mine); }
         }
     }
 

@@ -11,22 +11,28 @@
 
 namespace crumb::cuda {
 
-template <PageFormat F, int NT>
-__global__ void __launch_bounds__(512) map_query_kernel(const __grid_constant__ MapArgs args) {
+// A format as a type: nvcc 13.0 cannot write the host's side of an entry whose template argument is a PageFormat.
+template <int kDim, int kPlanesK, int kPlanesV, SideInfo kInfo, bool kMean = false>
+struct Page {
+    static constexpr PageFormat kFormat = {.k = {kDim, kPlanesK, kInfo, kMean}, .v = {kDim, kPlanesV, kInfo, kMean}};
+};
+
+template <class P, int NT>
+__global__ void __launch_bounds__(kMapThreads) map_query_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
-    Maps<F, NT>::query(args, shared);
+    Maps<P::kFormat, NT>::query(args, shared);
 }
 
-template <PageFormat F, int NT>
-__global__ void __launch_bounds__(DecodeFormat<F, NT>::kWarps * 32, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
+template <class P, int NT>
+__global__ void __launch_bounds__(DecodeFormat<P::kFormat, NT>::kWarps * 32, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
-    Decode<F, NT>::run(args, shared);
+    Decode<P::kFormat, NT>::run(args, shared);
 }
 
-template <PageFormat F, int NT>
-__global__ void __launch_bounds__(512) map_output_kernel(const __grid_constant__ MapArgs args) {
+template <class P, int NT, int kTogether>
+__global__ void __launch_bounds__(kMapThreads) map_output_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
-    Maps<F, NT>::output(args, shared);
+    Maps<P::kFormat, NT>::template output<kTogether>(args, shared);
 }
 
 // Errors of a launch stay where CUDA keeps them: callers ask cudaGetLastError() once a step.
@@ -46,30 +52,32 @@ void launch(void (*kernel)(Args), const Args& args, int blocks, int threads, siz
     cudaLaunchKernelEx(&config, kernel, args);
 }
 
-template <PageFormat F, int NT>
+template <class P, int NT>
 Kernels device_kernels() {
-    Kernels k = kernels_of<F, NT>();
-    k.map_query = [](const MapArgs& args, int segments, Stream stream) {
-        launch<MapArgs>(map_query_kernel<F, NT>, args, segments, 512, Maps<F, NT>::kQueryShared, stream);
+    Kernels k = kernels_of<P::kFormat, NT>();
+    using M = Maps<P::kFormat, NT>;
+    k.map_query = [](const MapArgs& args, int blocks, Stream stream) {
+        launch<MapArgs>(map_query_kernel<P, NT>, args, blocks, kMapThreads, M::kQueryShared, stream);
     };
     k.decode = [](const DecodeArgs& args, int blocks, Stream stream) {
-        using D = DecodeFormat<F, NT>;
-        launch<DecodeArgs>(decode_kernel<F, NT>, args, blocks, 32 * D::kWarps, D::kSharedSize, stream);
+        using D = DecodeFormat<P::kFormat, NT>;
+        launch<DecodeArgs>(decode_kernel<P, NT>, args, blocks, 32 * D::kWarps, D::kSharedSize, stream);
     };
-    k.map_output = [](const MapArgs& args, int segments, Stream stream) {
-        launch<MapArgs>(map_output_kernel<F, NT>, args, segments, 512, Maps<F, NT>::kOutputShared, stream);
+    k.map_output = [](const MapArgs& args, int blocks, bool columns_apart, Stream stream) {
+        constexpr int kAll = 4 * NT;
+        if (columns_apart) {
+            launch<MapArgs>(map_output_kernel<P, NT, 1>, args, blocks, kMapThreads, M::template kOutputShared<1>, stream);
+        } else {
+            launch<MapArgs>(map_output_kernel<P, NT, kAll>, args, blocks, kMapThreads, M::template kOutputShared<kAll>, stream);
+        }
     };
     return k;
 }
 
-constexpr PageFormat page(int dim, int planes_k, int planes_v, SideInfo info, bool mean = false) {
-    return {.k = {dim, planes_k, info, mean}, .v = {dim, planes_v, info, mean}};
-}
-
 // 4, 8 and 12 columns.
-template <PageFormat F>
+template <class P>
 std::vector<Kernels> all_columns() {
-    return {device_kernels<F, 1>(), device_kernels<F, 2>(), device_kernels<F, 3>()};
+    return {device_kernels<P, 1>(), device_kernels<P, 2>(), device_kernels<P, 3>()};
 }
 
 }  // namespace crumb::cuda

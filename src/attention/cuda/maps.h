@@ -1,15 +1,20 @@
-// The maps on both sides of decode, one block a segment: queries become what pages are read with (q' = B q, quantised), sums
-// become outputs (o = B^T o' + channels). FP32 multiply-adds; the sum over k is cut in kParts, added in order.
+// The maps on both sides of decode: queries become what pages are read with (q' = B q, quantised), sums become outputs
+// (o = B^T o' + channels). FP32 multiply-adds; the sum over a table's rows is cut in parts, added in order.
+//
+// A block serves one KV head and some of the tiles. What bounds these kernels is waiting: for the table, whose rows a
+// thread therefore asks for before the previous kernel has ended and keeps in registers for all of its tiles, then for the
+// queries or sums themselves.
 #pragma once
 
 #include <math.h>
 
 #include "attention/cuda/decode_format.h"
+#include "attention/cuda/parts.h"
 #include "attention/cuda/plan.h"
 
 namespace crumb::cuda {
 
-inline constexpr int kParts = 4;
+inline constexpr int kMapThreads = 512;  // emulated with fewer
 inline constexpr float kCodedQueryTop = 8100.0f;   // 14 bits: 4 times it fits 16
 inline constexpr float kMeanQueryTop = 32000.0f;
 inline constexpr float kLog2e = 1.44269504f;
@@ -27,7 +32,7 @@ struct HeadArrays {
 
 struct MapArgs {
     const QueryRow* rows;  // [n_tiles][rows_per_tile]
-    int rows_per_tile;
+    int n_tiles, rows_per_tile;
     int n_head_kv, group, column_blocks;  // group: query heads of a KV head
     int sink;
     float scale;           // of the logits
@@ -36,7 +41,9 @@ struct MapArgs {
     const HeadArrays* heads;  // [n_head_kv]
     u32* queries;             // [segment][kQueryWords]
     const TileWork* tiles;
+    const SegmentParts* parts;  // [segment]
     const float* merged;      // [segment][kEntryFloats]
+    const float* partials;    // [blocks][2][kEntryFloats]
     const float* sinks;       // [n_head] or null
     float* out;               // row `token` at out + token * out_stride: [n_head][D_v]
     size_t out_stride;
@@ -54,98 +61,209 @@ CRUMB_BOTH Column column_of(int index, int columns_per_block, int column_block, 
     return {column_block * columns_per_block / group, kv_head * group, false};
 }
 
+// y = x T for kColumns rows x; T is [kRows][kWidth] in global memory. A thread takes a column of T and a part of its rows.
+template <int kRows, int kWidth, int kColumns>
+class Product {
+    static constexpr int parts() {
+        int n = 1;
+        while (n < 8 && 2 * n * kWidth <= kMapThreads && kRows / (2 * n) >= 8) { n *= 2; }
+        return n;
+    }
+    static constexpr int kDepth = kRows / parts(), kAhead = kDepth < 32 ? kDepth : 32;
+
+  public:
+    static constexpr int kParts = parts();
+    static_assert(kRows % kParts == 0 && (kColumns % 4 == 0 || kColumns == 1));
+
+    // Asks for what the thread needs first.
+    CRUMB_DEVICE Product(const float* table) : table_(table) {
+        const int i = simt::thread();
+        if (i >= kParts * kWidth) { return; }
+#pragma unroll
+        for (int k = 0; k < kAhead; k++) { ahead_[k] = row_of(i)[k * kWidth]; }
+    }
+
+    // x: [kRows][kColumns], y: [kParts][kColumns][kWidth], in shared memory.
+    CRUMB_DEVICE void multiply(const float* x, float* y) const {
+        const int i = simt::thread();
+        if (i < kParts * kWidth) {
+            column(i, x, y, [&](int k) { return ahead_[k]; });
+        }
+        for (int j = i + simt::n_threads(); j < kParts * kWidth; j += simt::n_threads()) {
+            column(j, x, y, [&](int k) { return row_of(j)[k * kWidth]; });
+        }
+    }
+
+  private:
+    CRUMB_DEVICE const float* row_of(int i) const { return table_ + i / kWidth * kDepth * kWidth + i % kWidth; }
+
+    template <class First>
+    CRUMB_DEVICE void column(int i, const float* x, float* y, First first) const {
+        const float* from = row_of(i);
+        const float* at = x + i / kWidth * kDepth * kColumns;
+        float sum[kColumns] = {};
+#pragma unroll
+        for (int k = 0; k < kAhead; k++) { add(first(k), at + k * kColumns, sum); }
+#pragma unroll 16
+        for (int k = kAhead; k < kDepth; k++) { add(from[k * kWidth], at + k * kColumns, sum); }
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) { y[(i / kWidth * kColumns + c) * kWidth + i % kWidth] = sum[c]; }
+    }
+
+    CRUMB_DEVICE static void add(float b, const float* x, float (&sum)[kColumns]) {
+        using namespace simt;
+        if constexpr (kColumns == 1) {
+            sum[0] = fma_exact(b, x[0], sum[0]);
+        } else {
+#pragma unroll
+            for (int c = 0; c < kColumns; c += 4) {
+                const Floats4 four = *reinterpret_cast<const Floats4*>(x + c);
+                sum[c] = fma_exact(b, four.x, sum[c]), sum[c + 1] = fma_exact(b, four.y, sum[c + 1]);
+                sum[c + 2] = fma_exact(b, four.z, sum[c + 2]), sum[c + 3] = fma_exact(b, four.w, sum[c + 3]);
+            }
+        }
+    }
+
+    const float* table_;
+    float ahead_[kAhead];
+};
+
+// The block's KV head and columns; it takes tiles first_tile, first_tile + tile_step ... Blocks are split in n_lanes.
+struct MapShare {
+    int kv_head, column_block, column, first_tile, tile_step;
+
+    CRUMB_DEVICE MapShare(const MapArgs& a, int columns_apart) {
+        const int lanes = a.n_head_kv * a.column_blocks * columns_apart, b = simt::block() % lanes;
+        column = b % columns_apart;
+        column_block = b / columns_apart % a.column_blocks;
+        kv_head = b / columns_apart / a.column_blocks;
+        first_tile = simt::block() / lanes;
+        tile_step = simt::n_blocks() / lanes;
+    }
+    CRUMB_DEVICE int segment(const MapArgs& a, int tile) const {
+        return (tile * a.n_head_kv + kv_head) * a.column_blocks + column_block;
+    }
+};
+
 template <PageFormat F, int NT>
 class Maps {
     using D = DecodeFormat<F, NT>;
-    static constexpr int kWide = D::kPlanesK > 512 ? 2 : kParts;
+    using QueryProduct = Product<D::kDimK, D::kPlanesK, D::kColumns>;
+    template <int kTogether>
+    using OutputProduct = Product<D::kPlanesV, D::kDimV, kTogether>;
+    // Threads that share the parts of a segment.
+    template <int kTogether>
+    static constexpr int kGroups = kTogether == 1 ? 4 : 1;
 
   public:
     static constexpr size_t kQueryShared =
-        4 * (size_t(D::kColumns) * D::kDimK + size_t(kWide) * D::kColumns * D::kPlanesK + size_t(D::kColumns) * D::kDimK);
-    static constexpr size_t kOutputShared = 4 * (size_t(D::kColumns) * D::kStride + size_t(kParts) * D::kColumns * D::kDimV);
+        4 * (2 * size_t(D::kColumns) * D::kDimK + size_t(QueryProduct::kParts) * D::kColumns * D::kPlanesK);
+    template <int kTogether>
+    static constexpr size_t kOutputShared =
+        4 * (size_t(kGroups<kTogether> + 1) * kTogether * D::kStride + size_t(OutputProduct<kTogether>::kParts) * kTogether * D::kDimV);
 
     CRUMB_DEVICE static void query(const MapArgs& a, std::byte* shared) {
         using namespace simt;
-        const int segment = block(), column_block = segment % a.column_blocks, head_of = segment / a.column_blocks;
-        const int kv_head = head_of % a.n_head_kv, tile = head_of / a.n_head_kv;
-        const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
-        const HeadArrays& head = a.heads[kv_head];
-        float* const q = reinterpret_cast<float*>(shared);             // [column][D_k], times scale and log2 e
+        const MapShare share(a, 1);
+        const HeadArrays& head = a.heads[share.kv_head];
+        float* const q = reinterpret_cast<float*>(shared);             // [D_k][column], times scale and log2 e
         float* const mapped = q + D::kColumns * D::kDimK;              // [part][column][P_k]
-        int* const steps = reinterpret_cast<int*>(mapped + kWide * D::kColumns * D::kPlanesK);  // [column][D_k]
-        u32* const record = a.queries + size_t(segment) * D::kQueryWords;
+        int* const steps = reinterpret_cast<int*>(mapped + QueryProduct::kParts * D::kColumns * D::kPlanesK);  // [column][D_k]
+        const QueryProduct product(head.k_decode_t);
         wait_for_previous();
         launch_next();
-        for (int i = thread(); i < D::kColumns * D::kDimK; i += n_threads()) {
-            const Column c = column_of(i / D::kDimK, D::kColumns, column_block, a.rows_per_tile, a.group, kv_head);
-            const u32 token = rows[c.row].token;
-            q[i] = !c.used || token == kNoToken
-                       ? 0.0f
-                       : a.q[token * a.q_token_stride + c.head * a.q_head_stride + i % D::kDimK] * (a.scale * kLog2e);
-        }
-        sync_block();
-        constexpr int kDepth = D::kDimK / kWide;
-        for (int i = thread(); i < kWide * D::kPlanesK; i += n_threads()) {
-            const int p = i % D::kPlanesK, part = i / D::kPlanesK;
-            float sum[D::kColumns] = {};
-#pragma unroll 8
-            for (int k = part * kDepth; k < (part + 1) * kDepth; k++) {
-                const float b = head.k_decode_t[k * D::kPlanesK + p];
-#pragma unroll
-                for (int c = 0; c < D::kColumns; c++) { sum[c] = fma_exact(b, q[c * D::kDimK + k], sum[c]); }
+        for (int tile = share.first_tile; tile < a.n_tiles; tile += share.tile_step) {
+            const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
+            u32* const record = a.queries + size_t(share.segment(a, tile)) * D::kQueryWords;
+            for (int i = thread(); i < D::kColumns * D::kDimK; i += n_threads()) {
+                const int c = i / D::kDimK, d = i % D::kDimK;
+                const Column column = column_of(c, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
+                const u32 token = rows[column.row].token;
+                q[d * D::kColumns + c] = !column.used || token == kNoToken
+                                             ? 0.0f
+                                             : a.q[token * a.q_token_stride + column.head * a.q_head_stride + d] * (a.scale * kLog2e);
             }
-            for (int c = 0; c < D::kColumns; c++) { mapped[(part * D::kColumns + c) * D::kPlanesK + p] = sum[c]; }
+            sync_block();
+            product.multiply(q, mapped);
+            sync_block();
+            for (int c = warp(); c < D::kColumns; c += n_threads() / kWarp) {
+                const Column column = column_of(c, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
+                quantise(head, rows[column.row], q + c, mapped, c, steps, reinterpret_cast<QueryColumn*>(record + D::kColumnAt));
+            }
+            sync_block();
+            write_words(record, reinterpret_cast<const int*>(mapped), steps, q);
+            sync_block();
         }
-        sync_block();
-        for (int c = warp(); c < D::kColumns; c += n_threads() / kWarp) {
-            const Column column = column_of(c, D::kColumns, column_block, a.rows_per_tile, a.group, kv_head);
-            quantise(head, rows[column.row], q + c * D::kDimK, mapped, c, steps,
-                     reinterpret_cast<QueryColumn*>(record + D::kColumnAt));
-        }
-        sync_block();
-        write_words(record, reinterpret_cast<const int*>(mapped), steps, q);
     }
 
+    // kTogether columns a block: all of them, or one, where there are few segments.
+    template <int kTogether>
     CRUMB_DEVICE static void output(const MapArgs& a, std::byte* shared) {
         using namespace simt;
-        const int segment = block(), column_block = segment % a.column_blocks, head_of = segment / a.column_blocks;
-        const int kv_head = head_of % a.n_head_kv, tile = head_of / a.n_head_kv;
-        const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
-        const HeadArrays& head = a.heads[kv_head];
-        float* const sums = reinterpret_cast<float*>(shared);
-        float* const mapped = sums + D::kColumns * D::kStride;  // [part][column][D_v]
+        using OutProduct = OutputProduct<kTogether>;
+        constexpr int kSplit = kGroups<kTogether>, kQuads = D::kWidth / 4 + 1;
+        const MapShare share(a, D::kColumns / kTogether);
+        const HeadArrays& head = a.heads[share.kv_head];
+        float* const sums = reinterpret_cast<float*>(shared);             // [group][column][kStride]
+        float* const planes = sums + kSplit * kTogether * D::kStride;     // [P_v][column], then [column][D_v + scalars]
+        float* const channels = planes + kTogether * D::kPlanesV;
+        float* const mapped = planes + kTogether * D::kStride;            // [part][column][D_v]
+        const OutProduct product(head.v_decode);
         wait_for_previous();
         launch_next();
-        const bool any = a.tiles[tile].units > 0;
-        const float* merged = a.merged + size_t(segment) * D::kEntryFloats;
-        for (int i = thread(); i < D::kEntryFloats; i += n_threads()) { sums[i] = any ? merged[i] : 0.0f; }
-        sync_block();
-        constexpr int kDepth = D::kPlanesV / kParts;
-        for (int i = thread(); i < kParts * D::kDimV; i += n_threads()) {
-            const int d = i % D::kDimV, part = i / D::kDimV;
-            float sum[D::kColumns] = {};
-#pragma unroll 8
-            for (int p = part * kDepth; p < (part + 1) * kDepth; p++) {
-                const float b = head.v_decode[p * D::kDimV + d];
-#pragma unroll
-                for (int c = 0; c < D::kColumns; c++) { sum[c] = fma_exact(b, sums[c * D::kStride + p], sum[c]); }
+        for (int tile = share.first_tile; tile < a.n_tiles; tile += share.tile_step) {
+            const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
+            const int segment = share.segment(a, tile);
+            if (a.tiles[tile].units > 0) {
+                const SegmentParts parts = a.parts[segment];
+                const bool whole = parts.first_block == parts.last_block;
+                const auto part = [&](int k) -> const float* {
+                    return whole ? a.merged + size_t(segment) * D::kEntryFloats
+                                 : partial_of<D>(a.partials, parts.first_block + k, parts.first_block);
+                };
+                const int n = parts.last_block - parts.first_block + 1;
+                for (int i = thread(); i < kSplit * kTogether * kQuads; i += n_threads()) {
+                    const int x = 4 * (i % kQuads), c = i / kQuads % kTogether, group = i / kQuads / kTogether;
+                    PartialSum s = PartialSum::of<D>(group, kSplit, n, share.column * kTogether + c, x, part);
+                    if (x == D::kWidth) { s.sum.x = s.top; }
+                    *reinterpret_cast<Floats4*>(sums + (group * kTogether + c) * D::kStride + x) = s.sum;
+                }
+            } else {
+                for (int i = thread(); i < kSplit * kTogether * D::kStride; i += n_threads()) { sums[i] = 0; }
             }
-            for (int c = 0; c < D::kColumns; c++) { mapped[(part * D::kColumns + c) * D::kDimV + d] = sum[c]; }
-        }
-        sync_block();
-        for (int i = thread(); i < D::kColumns * D::kDimV; i += n_threads()) {
-            const int c = i / D::kDimV, d = i % D::kDimV;
-            const Column column = column_of(c, D::kColumns, column_block, a.rows_per_tile, a.group, kv_head);
-            const u32 token = rows[column.row].token;
-            if (!column.used || token == kNoToken) { continue; }
-            const float* own = sums + c * D::kStride;
-            float value = 0;
-            for (int part = 0; part < kParts; part++) { value += mapped[(part * D::kColumns + c) * D::kDimV + d]; }
-            value += own[D::kPlanesV + d];
-            if (head.v_ones) { value = fma_exact(own[D::kWidth + kZeroSum], head.v_ones[d], value); }
-            if (head.v_mean) { value = fma_exact(own[D::kWidth + kCodedSum], head.v_mean[d], value); }
-            const float share = share_of(own[D::kWidth + kTop], own[D::kWidth + kSum], a.sinks, column.head);
-            a.out[token * a.out_stride + size_t(column.head) * D::kDimV + d] = share == 0 ? 0.0f : value * share;
+            sync_block();
+            for (int i = thread(); i < kTogether * kQuads; i += n_threads()) {
+                const int x = 4 * (i % kQuads), c = i / kQuads;
+                const auto part = [&](int k) -> const float* { return sums + k * kTogether * D::kStride; };
+                PartialSum s = PartialSum::of<D>(0, 1, kSplit, c, x, part);
+                if (x == D::kWidth) { s.sum.x = s.top; }
+                if (x < D::kPlanesV) {
+                    float* to = planes + x * kTogether + c;
+                    to[0] = s.sum.x, to[kTogether] = s.sum.y, to[2 * kTogether] = s.sum.z, to[3 * kTogether] = s.sum.w;
+                } else {
+                    *reinterpret_cast<Floats4*>(channels + c * (D::kDimV + kEntryScalars) + x - D::kPlanesV) = s.sum;
+                }
+            }
+            sync_block();
+            product.multiply(planes, mapped);
+            sync_block();
+            for (int i = thread(); i < kTogether * D::kDimV; i += n_threads()) {
+                const int c = i / D::kDimV, d = i % D::kDimV;
+                const Column column = column_of(share.column * kTogether + c, D::kColumns, share.column_block, a.rows_per_tile,
+                                                a.group, share.kv_head);
+                const u32 token = rows[column.row].token;
+                if (!column.used || token == kNoToken) { continue; }
+                const float* own = channels + c * (D::kDimV + kEntryScalars);
+                const float* scalars = own + D::kDimV;
+                float value = 0;
+                for (int p = 0; p < OutProduct::kParts; p++) { value += mapped[(p * kTogether + c) * D::kDimV + d]; }
+                value += own[d];
+                if (head.v_ones) { value = fma_exact(scalars[kZeroSum], head.v_ones[d], value); }
+                if (head.v_mean) { value = fma_exact(scalars[kCodedSum], head.v_mean[d], value); }
+                const float weight = share_of(scalars[kTop], scalars[kSum], a.sinks, column.head);
+                a.out[token * a.out_stride + size_t(column.head) * D::kDimV + d] = weight == 0 ? 0.0f : value * weight;
+            }
+            sync_block();
         }
     }
 
@@ -179,14 +297,14 @@ class Maps {
     // Whether plane p carries 4 times the integer.
     CRUMB_DEVICE static bool quadruple(int p) { return p >= 64 * D::kGroupsK || p / 16 % 2 == 0; }
 
-    // One warp, one column: integers over the first part of `mapped` and in `steps`, scalars.
+    // One warp, one column: integers over the first part of `mapped` and in `steps`, scalars. q: of the column, kColumns apart.
     CRUMB_DEVICE static void quantise(const HeadArrays& head, const QueryRow& row, const float* q,
                                       float* mapped, int c, int* steps, QueryColumn* columns) {
         using namespace simt;
         float top = 0, odd = 0;  // odd: NaN if something is not finite
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
             float x = 0;
-            for (int part = 0; part < kWide; part++) { x += mapped[(part * D::kColumns + c) * D::kPlanesK + p]; }
+            for (int part = 0; part < QueryProduct::kParts; part++) { x += mapped[(part * D::kColumns + c) * D::kPlanesK + p]; }
             mapped[c * D::kPlanesK + p] = x;
             top = max_of(top, fabsf(x));
             odd += 0.0f * x;
@@ -205,9 +323,9 @@ class Maps {
 
         float ones = 0, offset = 0, mean_top = 0;
         for (int d = lane(); d < D::kDimK; d += kWarp) {
-            if (head.k_ones) { ones = fma_exact(q[d], head.k_ones[d], ones); }
-            if (head.k_mean) { offset = fma_exact(q[d], head.k_mean[d], offset); }
-            if constexpr (F.k.mean) { mean_top = max_of(mean_top, fabsf(q[d] * head.k_mean_step[d])); }
+            if (head.k_ones) { ones = fma_exact(q[d * D::kColumns], head.k_ones[d], ones); }
+            if (head.k_mean) { offset = fma_exact(q[d * D::kColumns], head.k_mean[d], offset); }
+            if constexpr (F.k.mean) { mean_top = max_of(mean_top, fabsf(q[d * D::kColumns] * head.k_mean_step[d])); }
         }
         ones = total(ones);
         offset = total(offset);
@@ -215,7 +333,7 @@ class Maps {
             mean_top = largest(mean_top);
             const float mean_inverse = mean_top > 1e-30f && odd == 0 ? kMeanQueryTop / mean_top : 0.0f;
             for (int d = lane(); d < D::kDimK; d += kWarp) {
-                const float x = odd == 0 ? q[d] * head.k_mean_step[d] : 0.0f;
+                const float x = odd == 0 ? q[d * D::kColumns] * head.k_mean_step[d] : 0.0f;
                 steps[c * D::kDimK + d] = int(rintf(x * mean_inverse));
             }
         }
@@ -255,9 +373,10 @@ class Maps {
                 word = four_bytes(steps + (4 * n + l / 8) * D::kDimK + 64 * g + 16 * (l % 4) + 4 * w, l / 4 % 2 == 0);
             } else {
                 const int t = i - D::kExactAt, w = t % 2, l = t / 2 % 32, s = t / 64 % (D::kDimK / 16), n = t / 64 / (D::kDimK / 16);
-                const float* x = q + (4 * n + l / 8) * D::kDimK + 16 * s + 8 * w + 2 * (l % 4);
-                const u32 high = bf16_pair(x[0], x[1]);
-                word = l / 4 % 2 == 0 ? high : bf16_pair(x[0] - float_of(high << 16), x[1] - float_of(high & 0xffff0000u));
+                const float* x = q + (16 * s + 8 * w + 2 * (l % 4)) * D::kColumns + 4 * n + l / 8;
+                const float x0 = x[0], x1 = x[D::kColumns];
+                const u32 high = bf16_pair(x0, x1);
+                word = l / 4 % 2 == 0 ? high : bf16_pair(x0 - float_of(high << 16), x1 - float_of(high & 0xffff0000u));
             }
             record[i] = word;
         }

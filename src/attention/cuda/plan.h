@@ -36,8 +36,15 @@ struct alignas(64) WorkRecord {
     int next;     // the warp's next record, or -1
     int whole;    // nobody else works on the segment
     int first_block, last_block;  // thread blocks that do
-    u32 unused;
-    u32 ids[kRecordIds];  // of the first coded pages
+    int coded_end;        // items below are pages of codes
+    u32 ids[kRecordIds];  // of the first of them
+    u64 first_id;         // where the ids of the segment's pages begin
+};
+static_assert(sizeof(WorkRecord) == 64);
+
+// The thread blocks that have parts of a segment; what a single one has is already the sum.
+struct SegmentParts {
+    int first_block, last_block;
 };
 
 struct PlanArgs {
@@ -51,6 +58,7 @@ struct PlanArgs {
     size_t ids_stride;
     TileWork* tiles;       // [n_tiles]
     WorkRecord* records;   // [grid * warps + n_tiles * segments_per_tile]
+    SegmentParts* parts;   // [n_tiles * segments_per_tile]; not written where a tile has no work
 };
 
 CRUMB_BOTH constexpr int least(int a, int b) { return a < b ? a : b; }
@@ -163,10 +171,13 @@ CRUMB_BOTH void list_work(const PlanArgs& a, const u32* start, const Shares& sha
             record.whole = first == 0 && end == n_items;
             record.first_block = shares.owner(at);
             record.last_block = shares.owner(last_start);
+            record.coded_end = least(end, work.n_coded);
+            record.first_id = work.sequence * a.ids_stride + u32(work.coded_first);
+            if (first == 0) { a.parts[record.segment] = {record.first_block, record.last_block}; }
             for (int i = 0; i < kRecordIds; i++) {
                 const int item = first + i;
                 record.ids[i] = item < end && item < work.n_coded
-                                    ? a.coded_ids[work.sequence * a.ids_stride + u32(work.coded_first + item)]
+                                    ? a.coded_ids[record.first_id + u32(item)]
                                     : 0;
             }
             if (any) {  // a later segment of a warp starts in it, so the segment's own line is free

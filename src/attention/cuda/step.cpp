@@ -1,5 +1,7 @@
 #include "attention/cuda/step.h"
 
+#include <algorithm>
+
 #include "attention/cuda/decode.h"
 
 namespace crumb::cuda {
@@ -27,9 +29,9 @@ Workspace workspace(const Kernels& kernels, const StepShape& shape) {
     };
     const size_t segments = size_t(shape.segments(kernels.columns)), entry = kernels.entry_floats * sizeof(float);
     const size_t blocks = size_t(shape.blocks), warps = blocks * size_t(kernels.warps);
-    take(w.counters, segments * sizeof(u32));
     take(w.tiles, size_t(shape.n_tiles) * sizeof(TileWork));
     take(w.records, (warps + segments) * sizeof(WorkRecord));
+    take(w.parts, segments * sizeof(SegmentParts));
     take(w.queries, segments * kernels.query_words * sizeof(u32));
     take(w.merged, segments * entry);
     take(w.partials, 2 * blocks * entry);
@@ -52,7 +54,8 @@ void plan(const Kernels& kernels, PlanLaunch launch, const StepShape& shape, con
             .coded_ids = tables.coded_ids,
             .ids_stride = tables.ids_stride,
             .tiles = reinterpret_cast<TileWork*>(memory + w.tiles),
-            .records = reinterpret_cast<WorkRecord*>(memory + w.records)},
+            .records = reinterpret_cast<WorkRecord*>(memory + w.records),
+            .parts = reinterpret_cast<SegmentParts*>(memory + w.parts)},
            stream);
 }
 
@@ -62,6 +65,7 @@ MapArgs map_args(const Kernels& kernels, const StepShape& shape, const StepTable
                  std::byte* memory) {
     const Workspace w = workspace(kernels, shape);
     return {.rows = tables.rows,
+            .n_tiles = shape.n_tiles,
             .rows_per_tile = shape.rows_per_tile,
             .n_head_kv = shape.n_head_kv,
             .group = shape.group(),
@@ -74,17 +78,23 @@ MapArgs map_args(const Kernels& kernels, const StepShape& shape, const StepTable
             .heads = layer.heads,
             .queries = reinterpret_cast<u32*>(memory + w.queries),
             .tiles = reinterpret_cast<const TileWork*>(memory + w.tiles),
+            .parts = reinterpret_cast<const SegmentParts*>(memory + w.parts),
             .merged = reinterpret_cast<const float*>(memory + w.merged),
+            .partials = reinterpret_cast<const float*>(memory + w.partials),
             .sinks = layer.sinks,
             .out = layer.out,
             .out_stride = layer.out_stride};
 }
 
+// Blocks that work on `lanes` things side by side: as many as two a multiprocessor, each of them on some tiles.
+int map_blocks(const StepShape& shape, int lanes) { return lanes * std::clamp(2 * shape.blocks / lanes, 1, std::max(1, shape.n_tiles)); }
+
 }  // namespace
 
 void map_queries(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
                  std::byte* memory, Stream stream) {
-    kernels.map_query(map_args(kernels, shape, tables, layer, memory), shape.segments(kernels.columns), stream);
+    const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns);
+    kernels.map_query(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), stream);
 }
 
 void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
@@ -104,7 +114,6 @@ void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables
                     .merged = reinterpret_cast<float*>(memory + w.merged),
                     .partials = reinterpret_cast<float*>(memory + w.partials),
                     .scratch = reinterpret_cast<float*>(memory + w.scratch),
-                    .counters = reinterpret_cast<u32*>(memory + w.counters),
                     .n_head_kv = shape.n_head_kv,
                     .column_blocks = shape.column_blocks(kernels.columns),
                     .sink = tables.sink,
@@ -114,7 +123,9 @@ void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables
 
 void map_outputs(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
                  std::byte* memory, Stream stream) {
-    kernels.map_output(map_args(kernels, shape, tables, layer, memory), shape.segments(kernels.columns), stream);
+    const bool apart = shape.segments(kernels.columns) * kernels.columns <= 2 * shape.blocks;
+    const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns) * (apart ? kernels.columns : 1);
+    kernels.map_output(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), apart, stream);
 }
 
 void attend(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,

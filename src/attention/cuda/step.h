@@ -27,9 +27,9 @@ struct Kernels {
     int warps = 0;    // of a block
     u32 coded_units = 0, exact_units = 0;
     u32 query_words = 0, entry_floats = 0;
-    void (*map_query)(const MapArgs& args, int segments, Stream stream) = nullptr;
+    void (*map_query)(const MapArgs& args, int blocks, Stream stream) = nullptr;
     void (*decode)(const DecodeArgs& args, int blocks, Stream stream) = nullptr;
-    void (*map_output)(const MapArgs& args, int segments, Stream stream) = nullptr;
+    void (*map_output)(const MapArgs& args, int blocks, bool columns_apart, Stream stream) = nullptr;
 };
 
 template <PageFormat F, int NT>
@@ -57,10 +57,9 @@ struct StepShape {
 // columns that are not there.
 const Kernels* choose(std::span<const Kernels> of_format, const StepShape& shape);
 
-// Byte offsets of a step's arrays in one piece of device memory, 256-byte aligned. `counters` must be 0 before the first
-// launch; the kernels leave it 0.
+// Byte offsets of a step's arrays in one piece of device memory, 256-byte aligned. Nothing has to be cleared.
 struct Workspace {
-    size_t tiles = 0, records = 0, queries = 0, merged = 0, partials = 0, scratch = 0, counters = 0;
+    size_t tiles = 0, records = 0, queries = 0, merged = 0, partials = 0, scratch = 0, parts = 0;
     size_t bytes = 0;
 };
 Workspace workspace(const Kernels& kernels, const StepShape& shape);
@@ -98,7 +97,8 @@ void plan(const Kernels& kernels, PlanLaunch launch, const StepShape& shape, con
 void attend(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
             std::byte* memory, Stream stream);
 
-// What attend() launches, one by one: benchmarks time them apart.
+// What attend() launches, one by one: benchmarks time them apart. read_pages() starts its first copies while its predecessor
+// on the stream still runs, so that must be neither plan() nor anything else that writes pages or block numbers.
 void map_queries(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
                  std::byte* memory, Stream stream);
 void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,

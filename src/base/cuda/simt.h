@@ -31,6 +31,13 @@ struct alignas(16) Words4 {
     u32 x, y, z, w;
 };
 
+struct alignas(8) Floats2 {
+    float x, y;
+};
+struct alignas(16) Floats4 {
+    float x, y, z, w;
+};
+
 inline constexpr int kWarp = 32;
 
 #ifdef __CUDACC__
@@ -69,6 +76,7 @@ CRUMB_WORD float exp2_fast(float x);  // within 2^-22
 CRUMB_WORD float log2_fast(float x);
 CRUMB_WORD float tanh_exact(float x);
 CRUMB_WORD float fma_exact(float a, float b, float c);
+CRUMB_WORD float whole(float x);  // the integer part of 0 <= x < 2^22
 CRUMB_WORD float max_of(float a, float b);  // the other one if one is NaN
 CRUMB_WORD float half_low(u32 pair);
 CRUMB_WORD float half_high(u32 pair);
@@ -87,7 +95,6 @@ CRUMB_WORD void copy_ready();  // after all copy_init() of the warp
 CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes);
 CRUMB_WORD void copy_wait(u64* barrier, u32 phase);
 
-CRUMB_WORD void fence_device();  // what this thread wrote is seen by the device before what it writes next
 CRUMB_WORD u32 add_device(u32* counter, u32 x);  // returns the old value
 
 // Overlap with the neighbouring kernels of a stream where the launch allows it.

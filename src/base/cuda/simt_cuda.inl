@@ -65,6 +65,7 @@ CRUMB_WORD float log2_fast(float x) {
 
 CRUMB_WORD float tanh_exact(float x) { return tanhf(x); }
 CRUMB_WORD float fma_exact(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+CRUMB_WORD float whole(float x) { return __fadd_rd(x, 8388608.0f) - 8388608.0f; }
 CRUMB_WORD float max_of(float a, float b) { return fmaxf(a, b); }
 
 CRUMB_WORD float half_low(u32 pair) { return __half2float(__ushort_as_half((unsigned short)(pair & 0xffff))); }
@@ -153,7 +154,6 @@ CRUMB_WORD void copy_wait(u64* barrier, u32 phase) {
     __trap();
 }
 
-CRUMB_WORD void fence_device() { __threadfence(); }
 CRUMB_WORD u32 add_device(u32* counter, u32 x) { return atomicAdd(counter, x); }
 
 CRUMB_WORD void wait_for_previous() {

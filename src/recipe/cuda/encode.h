@@ -1,10 +1,14 @@
 // The encoder on a device: 64 exact tokens of one KV head and side become the codes and side information of a page, the same
 // bytes as encode_page() gives. A block of kEncodeThreads threads takes one (job, head, side); numbers lie in shared memory
-// by channel, so that the lanes of a warp are tokens.
+// by channel.
 //
-// Every sum that the CPU takes in an order is taken in that order: the map runs over i ascending in one thread a (token,
-// direction), the gain's sums run over directions ascending in one thread a (token, start), all six starts at once.
-// Minima, maxima and counts have no order and are split. Compile with -fmad=false: only fma_exact() fuses.
+// Every sum that the CPU takes in an order is taken in that order: the map runs over i ascending in one thread for 4 tokens
+// and 8 directions, the gain's sums run over directions ascending in one thread for a token and two of the six starts.
+// Minima, maxima and counts have no order: four neighbouring lanes share a token. Compile with -fmad=false: only
+// fma_exact() fuses.
+//
+// So FP32 multiply-adds bound it: at D = 128 a token of a side takes 16384 for the map and 14000 instructions for the gain,
+// which is 0.6 ms for 32768 tokens of 8 heads on an H200. Tensor cores add in an order of their own.
 #pragma once
 
 #include <crumb/recipe.h>
@@ -20,7 +24,7 @@ using simt::u8;
 
 inline constexpr int kEncodeThreads = 256;
 inline constexpr int kStarts = 6;
-inline constexpr int kPitch = kPageTokens + 1;  // floats of a channel: rows and columns are free of bank conflicts
+inline constexpr int kPitch = kPageTokens + 8;  // floats of a channel: 8 tokens of 4 channels lie in 32 banks
 
 // Block `source` of exact records becomes block `target` of pages; tokens below `keep` are taken over from block `kept`.
 struct EncodeJob {
@@ -81,7 +85,7 @@ inline EncodeSide encode_side(const SideRecipe& recipe, const PageFormat& format
 }
 
 constexpr size_t encode_shared_bytes(int dim) {
-    return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 4 * kStarts * kPageTokens + 8 * kPageTokens);
+    return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 3 * kStarts * kPageTokens + 4 * kPageTokens + 2 * size_t(dim));
 }
 
 // What lies in dword i of a side's codes: the inverse of key_code_at() and value_code_at().
@@ -131,8 +135,9 @@ class Encode {
         x_ = reinterpret_cast<float*>(shared);
         y_ = x_ + dim_ * kPitch;
         code_ = reinterpret_cast<u8*>(y_ + dim_ * kPitch);
-        starts_ = reinterpret_cast<float*>(code_ + (dim_ * kPitch + 15) / 16 * 16);  // [4][kStarts][64]
-        tokens_ = starts_ + 4 * kStarts * kPageTokens;                               // [8][64]
+        starts_ = reinterpret_cast<float*>(code_ + (dim_ * kPitch + 15) / 16 * 16);
+        tokens_ = starts_ + 3 * kStarts * kPageTokens;
+        shapes_ = reinterpret_cast<simt::Floats2*>(tokens_ + 4 * kPageTokens);
     }
 
     static constexpr float kLargestInput = 1e30f, kLargestMapped = 65504.0f, kTiny = 0x1p-24f;
@@ -140,9 +145,10 @@ class Encode {
     CRUMB_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
     CRUMB_DEVICE static float smaller(float a, float b) { return a < b ? a : b; }
     CRUMB_DEVICE static float clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
-    CRUMB_DEVICE int token() const { return simt::thread() % kPageTokens; }
-    CRUMB_DEVICE int part() const { return simt::thread() / kPageTokens; }  // of kEncodeThreads / 64
-    CRUMB_DEVICE static constexpr int parts() { return kEncodeThreads / kPageTokens; }
+    static constexpr int kLanes = kEncodeThreads / kPageTokens;  // that share a token
+    static_assert(kLanes == 4);
+    CRUMB_DEVICE int token() const { return simt::thread() / kLanes; }
+    CRUMB_DEVICE int part() const { return simt::thread() % kLanes; }
     CRUMB_DEVICE float* of_token(int which) const { return tokens_ + which * kPageTokens; }
 
     CRUMB_DEVICE void side(bool key, const u8* record, u8* page, const u8* kept) {
@@ -169,14 +175,12 @@ class Encode {
         simt::sync_block();
         write_codes(key, page + s_.codes_at, kept ? kept + s_.codes_at : nullptr);
         write_info(page + s_.info_at, kept ? kept + s_.info_at : nullptr);
-        if (simt::thread() < kPageTokens && token() >= keep_ && saturated_of()[token()]) {
-            simt::add_device(&counts_->saturated, 1);
-        }
+        if (part() == 0 && token() >= keep_ && saturated_of()[token()]) { simt::add_device(&counts_->saturated, 1); }
     }
 
-    CRUMB_DEVICE u32* saturated_of() const { return reinterpret_cast<u32*>(of_token(7)); }
-    CRUMB_DEVICE u32* scale_bits() const { return reinterpret_cast<u32*>(of_token(5)); }
-    CRUMB_DEVICE u32* zero_bits() const { return reinterpret_cast<u32*>(of_token(6)); }
+    CRUMB_DEVICE u32* saturated_of() const { return reinterpret_cast<u32*>(of_token(3)); }
+    CRUMB_DEVICE u32* scale_bits() const { return reinterpret_cast<u32*>(of_token(1)); }
+    CRUMB_DEVICE u32* zero_bits() const { return reinterpret_cast<u32*>(of_token(2)); }
 
     // K lies by channel, V by token.
     CRUMB_DEVICE void load(bool key, const u8* rows) {
@@ -212,56 +216,72 @@ class Encode {
     }
 
     CRUMB_DEVICE void map() {
-        constexpr int kTogether = 8;
-        const int t = token();
-        for (int j = part() * kTogether; j < dim_; j += parts() * kTogether) {
-            float sum[kTogether] = {};
-            const float* column = tables_.encode + j;
-            for (int i = 0; i < dim_; i++, column += dim_) {
-                const float x = x_[i * kPitch + t];
+        using namespace simt;
+        constexpr int kTokens = 4, kDirections = 8;
+        const int t = kTokens * (thread() % (kPageTokens / kTokens));
+        const int first = kDirections * (thread() / (kPageTokens / kTokens)), step = kDirections * kEncodeThreads * kTokens / kPageTokens;
+        for (int j = first; j < dim_; j += step) {
+            float sum[kDirections][kTokens] = {};
+            const float* row = tables_.encode + j;
+            const float* at = x_ + t;
+#pragma unroll 4
+            for (int i = 0; i < dim_; i++, row += dim_, at += kPitch) {
+                const Floats4 x = *reinterpret_cast<const Floats4*>(at);
+                const Floats4 low = *reinterpret_cast<const Floats4*>(row), high = *reinterpret_cast<const Floats4*>(row + 4);
+                const float b[kDirections] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-                for (int k = 0; k < kTogether; k++) { sum[k] = simt::fma_exact(x, column[k], sum[k]); }
+                for (int k = 0; k < kDirections; k++) {
+                    sum[k][0] = fma_exact(x.x, b[k], sum[k][0]), sum[k][1] = fma_exact(x.y, b[k], sum[k][1]);
+                    sum[k][2] = fma_exact(x.z, b[k], sum[k][2]), sum[k][3] = fma_exact(x.w, b[k], sum[k][3]);
+                }
             }
 #pragma unroll
-            for (int k = 0; k < kTogether; k++) { y_[(j + k) * kPitch + t] = sum[k]; }
+            for (int k = 0; k < kDirections; k++) {
+                *reinterpret_cast<Floats4*>(y_ + (j + k) * kPitch + t) = {sum[k][0], sum[k][1], sum[k][2], sum[k][3]};
+            }
         }
     }
 
-    // f(|y|) over all directions of the thread's token, by `join`.
+    // f(y) over all directions of the thread's token, by `join`.
     template <class F, class J>
-    CRUMB_DEVICE float over_directions(float from, F f, J join) {
-        const int t = token();
+    CRUMB_DEVICE float over_directions(float from, F f, J join) const {
+        const float* y = y_ + token();
         float x = from;
-        for (int j = part(); j < dim_; j += parts()) { x = join(x, f(y_[j * kPitch + t])); }
-        simt::sync_block();
-        starts_[part() * kPageTokens + t] = x;
-        simt::sync_block();
-        x = starts_[t];
-        for (int p = 1; p < parts(); p++) { x = join(x, starts_[p * kPageTokens + t]); }
-        return x;
+#pragma unroll 8
+        for (int j = part(); j < dim_; j += kLanes) { x = join(x, f(y[j * kPitch])); }
+        x = join(x, simt::shuffle_xor(x, 1));
+        return join(x, simt::shuffle_xor(x, 2));
     }
 
     CRUMB_DEVICE void clamp_mapped() {
         const float largest = over_directions(0.0f, [](float y) { return fabsf(y); }, larger);
         const int t = token();
-        for (int j = part(); j < dim_; j += parts()) { y_[j * kPitch + t] = clamp(y_[j * kPitch + t], kLargestMapped); }
+        for (int j = part(); j < dim_; j += kLanes) { y_[j * kPitch + t] = clamp(y_[j * kPitch + t], kLargestMapped); }
         if (part() == 0) { saturated_of()[t] = largest > kLargestMapped; }
         simt::sync_block();
     }
 
-    // The clipped-th largest |y|: the largest number that so many reach, by halving the range of its bits.
-    CRUMB_DEVICE float threshold() {
+    // The clipped-th largest |y|. Bits of |y| order as numbers do: the range of what the threshold can be is halved until
+    // just that many reach its lower end, of which the smallest is it, or, where several are equal, until one is left.
+    CRUMB_DEVICE float threshold() const {
+        using namespace simt;
         const float largest = over_directions(0.0f, [](float y) { return fabsf(y); }, larger);
         if (s_.clipped <= 1) { return largest; }
-        u32 low = 0, high = simt::bits_of(largest) + 1;
-        for (int step = 0; step < 31; step++) {
-            const u32 middle = low + (high - low) / 2;
+        constexpr u32 kOctaves = 2u << 23;  // it is seldom smaller than a quarter of the largest
+        const float wanted = float(s_.clipped);
+        u32 low = 0, high = bits_of(largest) + 1, middle = high > kOctaves ? high - kOctaves : high / 2;
+        bool found = false;
+        for (int step = 0; step < 34 && any(!found && low + 1 < high); step++) {
             const float reached = over_directions(
-                0.0f, [&](float y) { return simt::bits_of(fabsf(y)) >= middle ? 1.0f : 0.0f; },
-                [](float a, float b) { return a + b; });
-            if (low + 1 < high) { (reached >= float(s_.clipped) ? low : high) = middle; }
+                0.0f, [&](float y) { return bits_of(fabsf(y)) >= middle ? 1.0f : 0.0f; }, [](float a, float b) { return a + b; });
+            if (!found && low + 1 < high) {
+                (reached >= wanted ? low : high) = middle;
+                found = reached == wanted;
+                middle = low + (high - low) / 2;
+            }
         }
-        return simt::float_of(low);
+        return over_directions(
+            largest, [&](float y) { return bits_of(fabsf(y)) >= low ? fabsf(y) : largest; }, smaller);
     }
 
     CRUMB_DEVICE void minmax() {
@@ -274,7 +294,7 @@ class Encode {
         const u32 z = simt::to_half(low + scale * (0.5f * float(levels - 1)));
         const float zero = simt::half_low(z);
         if (part() == 0) { scale_bits()[t] = s, zero_bits()[t] = z; }
-        for (int j = part(); j < dim_; j += parts()) {
+        for (int j = part(); j < dim_; j += kLanes) {
             const float position = (clipped(y_[j * kPitch + t]) - zero) / scale + float(levels / 2);
             code_[j * kPitch + t] = u8(int(smaller(larger(position, 0.0f), float(levels - 1))));
         }
@@ -282,70 +302,97 @@ class Encode {
 
     CRUMB_DEVICE static float code_of(float u, float inverse, float levels) {
         const float position = simt::fma_exact(u, inverse, 0.5f * levels);
-        return float(int(smaller(larger(position, 0.0f), levels - 1.0f)));
+        return simt::whole(smaller(larger(position, 0.0f), levels - 1.0f));
     }
 
     CRUMB_DEVICE void gain() {
-        constexpr float kStart[kStarts] = {0.6f, 0.75f, 0.9f, 1.05f, 1.25f, 1.5f};
+        using namespace simt;
         float* const rms = of_token(0);
         const int t = token();
-        if (part() == 0) {
+        for (int j = thread(); j < dim_; j += kEncodeThreads) {
+            const int digits = tables_.digits[j];
+            shapes_[j] = {digits == 0 ? 0.0f : float(1 << (2 * digits)), tables_.step[j]};  // levels, step
+        }
+        if (thread() < kPageTokens) {
+            const float* y = y_ + thread();
             float energy = 0;
             int n = 0;
             for (int j = 0; j < dim_; j++) {
                 if (tables_.digits[j] == 0) { continue; }
-                const float normal = y_[j * kPitch + t] / tables_.sigma[j];
-                energy = simt::fma_exact(normal, normal, energy);
+                const float normal = y[j * kPitch] / tables_.sigma[j];
+                energy = fma_exact(normal, normal, energy);
                 n++;
             }
-            rms[t] = sqrtf(energy / float(n));
+            rms[thread()] = sqrtf(energy / float(n));
         }
-        simt::sync_block();
-        for (int j = part(); j < dim_; j += parts()) {
-            if (tables_.digits[j] > 0) { y_[j * kPitch + t] /= tables_.step[j]; }
+        sync_block();
+        for (int j = part(); j < dim_; j += kLanes) {
+            if (shapes_[j].x > 0) { y_[j * kPitch + t] /= shapes_[j].y; }
         }
-        simt::sync_block();
-        float *const errors = starts_, *const gains = starts_ + kStarts * kPageTokens;
-        u32* const stored = reinterpret_cast<u32*>(gains + kStarts * kPageTokens);  // bits, out of range in bit 16
-        for (int n = simt::thread(); n < kStarts * kPageTokens; n += kEncodeThreads) {
-            const int at = n % kPageTokens;
-            float start = kStart[0];
-#pragma unroll
-            for (int i = 1; i < kStarts; i++) { start = n / kPageTokens == i ? kStart[i] : start; }
-            float inverse = 1.0f / larger(start * rms[at], kTiny), fit = 0, norm = 0, error = 0;
-            for (int j = 0; j < dim_; j++) {
-                if (tables_.digits[j] == 0) { continue; }
-                const float levels = float(1 << (2 * tables_.digits[j])), step = tables_.step[j], u = y_[j * kPitch + at];
-                const float c = code_of(u, inverse, levels) - 0.5f * (levels - 1.0f), weighted = step * step * c;
-                fit = simt::fma_exact(weighted, u, fit);
-                norm = simt::fma_exact(weighted, c, norm);
-            }
-            u32 bits;
-            const float gain = round_to_stored(larger(fit / norm, kTiny), bits);
-            inverse = 1.0f / gain;
-            for (int j = 0; j < dim_; j++) {
-                if (tables_.digits[j] == 0) { continue; }
-                const float levels = float(1 << (2 * tables_.digits[j])), step = tables_.step[j], u = y_[j * kPitch + at];
-                const float c = code_of(u, inverse, levels) - 0.5f * (levels - 1.0f);
-                const float miss = simt::fma_exact(-c, gain, u);
-                error = simt::fma_exact(step * step * miss, miss, error);
-            }
-            errors[n] = error, gains[n] = gain, stored[n] = bits;
-        }
-        simt::sync_block();
+        sync_block();
+        if (thread() < kStarts / 2 * kPageTokens) { try_starts(thread() % kPageTokens, thread() / kPageTokens); }
+        sync_block();
+        const float *const errors = starts_, *const gains = starts_ + kStarts * kPageTokens;
         int best = 0;
         for (int i = 1; i < kStarts; i++) {
             if (errors[i * kPageTokens + t] < errors[best * kPageTokens + t]) { best = i; }
         }
-        const u32 bits = stored[best * kPageTokens + t];
+        const u32 bits = reinterpret_cast<const u32*>(gains + kStarts * kPageTokens)[best * kPageTokens + t];
         const float inverse = 1.0f / gains[best * kPageTokens + t];
         if (part() == 0) {
             scale_bits()[t] = bits & 0xffffu;
             saturated_of()[t] |= bits >> 16;
         }
-        for (int j = part(); j < dim_; j += parts()) {
-            if (tables_.digits[j] == 0) { continue; }
-            code_[j * kPitch + t] = u8(code_of(y_[j * kPitch + t], inverse, float(1 << (2 * tables_.digits[j]))));
+        for (int j = part(); j < dim_; j += kLanes) {
+            if (shapes_[j].x > 0) { code_[j * kPitch + t] = u8(code_of(y_[j * kPitch + t], inverse, shapes_[j].x)); }
+        }
+    }
+
+    // Starts 2 pair and 2 pair + 1 for a token: errors, gains and what would be stored of them.
+    CRUMB_DEVICE void try_starts(int t, int pair) {
+        using namespace simt;
+        constexpr float kStart[kStarts] = {0.6f, 0.75f, 0.9f, 1.05f, 1.25f, 1.5f};
+        float *const errors = starts_, *const gains = starts_ + kStarts * kPageTokens;
+        u32* const stored = reinterpret_cast<u32*>(gains + kStarts * kPageTokens);  // bits, out of range in bit 16
+        const float* y = y_ + t;
+        float inverse[2], gain[2], fit[2] = {}, norm[2] = {}, error[2] = {};
+        u32 bits[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float start = pair == 0 ? kStart[i] : pair == 1 ? kStart[2 + i] : kStart[4 + i];
+            inverse[i] = 1.0f / larger(start * of_token(0)[t], kTiny);
+        }
+#pragma unroll 4
+        for (int j = 0; j < dim_; j++) {
+            const float levels = shapes_[j].x, step = shapes_[j].y, u = y[j * kPitch];
+            if (levels == 0) { continue; }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float c = code_of(u, inverse[i], levels) - 0.5f * (levels - 1.0f), weighted = step * step * c;
+                fit[i] = fma_exact(weighted, u, fit[i]);
+                norm[i] = fma_exact(weighted, c, norm[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            gain[i] = round_to_stored(larger(fit[i] / norm[i], kTiny), bits[i]);
+            inverse[i] = 1.0f / gain[i];
+        }
+#pragma unroll 4
+        for (int j = 0; j < dim_; j++) {
+            const float levels = shapes_[j].x, step = shapes_[j].y, u = y[j * kPitch];
+            if (levels == 0) { continue; }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float c = code_of(u, inverse[i], levels) - 0.5f * (levels - 1.0f);
+                const float miss = fma_exact(-c, gain[i], u);
+                error[i] = fma_exact(step * step * miss, miss, error[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = (2 * pair + i) * kPageTokens + t;
+            errors[at] = error[i], gains[at] = gain[i], stored[at] = bits[i];
         }
     }
 
@@ -410,8 +457,9 @@ class Encode {
     EncodeCountsDevice* counts_;
     float *x_, *y_;   // [D][kPitch]
     u8* code_;        // [D][kPitch]
-    float* starts_;
-    float* tokens_;   // rms, -, -, -, -, scale, zero, saturated
+    float* starts_;   // [errors, gains, stored gains][kStarts][64]
+    float* tokens_;   // [rms, scale, zero, saturated][64]
+    simt::Floats2* shapes_;  // [D] levels and step
 };
 
 }  // namespace crumb::cuda

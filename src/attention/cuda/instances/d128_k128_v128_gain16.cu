@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d128_k128_v128_gain16() { return all_columns<page(128, 128, 128, SideInfo::gain16)>(); }
+std::vector<Kernels> d128_k128_v128_gain16() { return all_columns<Page<128, 128, 128, SideInfo::gain16>>(); }
 
 }  // namespace crumb::cuda::instances

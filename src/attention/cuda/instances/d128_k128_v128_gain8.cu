@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d128_k128_v128_gain8() { return all_columns<page(128, 128, 128, SideInfo::gain8)>(); }
+std::vector<Kernels> d128_k128_v128_gain8() { return all_columns<Page<128, 128, 128, SideInfo::gain8>>(); }
 
 }  // namespace crumb::cuda::instances

@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d128_k128_v128_scale_zero() { return all_columns<page(128, 128, 128, SideInfo::scale_zero)>(); }
+std::vector<Kernels> d128_k128_v128_scale_zero() { return all_columns<Page<128, 128, 128, SideInfo::scale_zero>>(); }
 
 }  // namespace crumb::cuda::instances

@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d256_k256_v256_scale_zero() { return all_columns<page(256, 256, 256, SideInfo::scale_zero)>(); }
+std::vector<Kernels> d256_k256_v256_scale_zero() { return all_columns<Page<256, 256, 256, SideInfo::scale_zero>>(); }
 
 }  // namespace crumb::cuda::instances

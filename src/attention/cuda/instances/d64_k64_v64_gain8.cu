@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d64_k64_v64_gain8() { return all_columns<page(64, 64, 64, SideInfo::gain8)>(); }
+std::vector<Kernels> d64_k64_v64_gain8() { return all_columns<Page<64, 64, 64, SideInfo::gain8>>(); }
 
 }  // namespace crumb::cuda::instances

@@ -3,6 +3,6 @@
 
 namespace crumb::cuda::instances {
 
-std::vector<Kernels> d64_k96_v64_gain8_mean() { return all_columns<page(64, 96, 64, SideInfo::gain8, true)>(); }
+std::vector<Kernels> d64_k96_v64_gain8_mean() { return all_columns<Page<64, 96, 64, SideInfo::gain8, true>>(); }
 
 }  // namespace crumb::cuda::instances
