@@ -55,6 +55,7 @@ Artefact example() {
                     .method = "K qqt and V sst, r_h_pbr, per layer",
                     .text_hash = "ffeeddccbbaa99887766554433221100",
                     .texts = "a.txt, b.txt",
+                    .sketch = TextSketch::parse("00000000000000408000000000000000"),
                     .tokens = 32768,
                     .created_by = "crumb 0.1.0"};
     std::mt19937 random(1);

@@ -2,35 +2,14 @@
 #include "command_line.h"
 #include "commands.h"
 #include "session.h"
+#include "texts.h"
 
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
 #include <cstdio>
-#include <cstdlib>
 
 namespace crumb::app {
-
-namespace {
-
-// What tools/fetch.py text puts into the cache folder: documentation, prose and code.
-std::vector<std::filesystem::path> fetched_texts() {
-    const auto variable = [](const char* name) { return std::filesystem::path(std::getenv(name) ? std::getenv(name) : ""); };
-    auto cache = variable("CRUMB_CACHE");
-    if (cache.empty()) { cache = (variable("XDG_CACHE_HOME").empty() ? variable("HOME") / ".cache" : variable("XDG_CACHE_HOME")) / "crumb"; }
-    std::vector<std::filesystem::path> texts;
-    for (const char* domain : {"docs.txt", "prose.txt", "code.txt"}) {
-        texts.push_back(cache / "text" / "calibration" / domain);
-        if (!std::filesystem::exists(texts.back())) {
-            fail("no text was given, and {} has not been fetched: give -f FILE, several times for several domains, or type\n"
-                 "    tools/fetch.py text",
-                 texts.back().string());
-        }
-    }
-    return texts;
-}
-
-}  // namespace
 
 int calibrate(int argc, char** argv) {
     CLI::App app{"Measure a model's K and V while it reads texts, and write its artefact", "crumb calibrate"};
@@ -58,7 +37,7 @@ int calibrate(int argc, char** argv) {
         ->capture_default_str()->check(CLI::NonNegativeNumber);
     app.add_option("--checkpoint", o.checkpoint, "of --metric gradient: what it goes on from (default: OUTPUT.gradient)");
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
-    if (o.texts.empty()) { o.texts = fetched_texts(); }
+    if (o.texts.empty()) { o.texts = fetched_texts("calibration"); }
     o.method.k = find_target(k_target);
     o.method.v = find_target(v_target);
     o.method.composition = find_composition(composition);

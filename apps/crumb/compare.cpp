@@ -126,8 +126,8 @@ int compare(int argc, char** argv) {
     std::printf("| bits per element of a page        | %-12.3f | %-12.3f |\n", 16.0, bytes.bits_per_element);
     std::printf("| prompt tokens a second            | %-12.1f | %-12.1f |\n", a.prompt_per_second, b.prompt_per_second);
     std::printf("| generated tokens a second         | %-12.1f | %-12.1f |\n", a.generated_per_second, b.generated_per_second);
-    std::printf("| Mean KLD over the document        | %-12.5f | %-12.5f |\n", 0.0, d.mean_kld);
-    std::printf("| Same top p                        | %-12.4f | %-12.4f |\n", 1.0, d.same_top);
+    std::printf("| Mean KLD over the document        | %-12.5f | %-12.5f |\n", 0.0, d.mean_kld.value);
+    std::printf("| Same top p                        | %-12.4f | %-12.4f |\n", 1.0, d.same_top.value);
     std::printf("| perplexity of the document        | %-12.4f | %-12.4f |\n", d.ppl_base, d.ppl);
     return 0;
 }

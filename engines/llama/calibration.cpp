@@ -156,6 +156,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     for (const Window& window : windows) {
         tokens.add_value(uint64_t(window.size()));
         tokens.add(std::as_bytes(std::span(window)));
+        provenance.sketch.add(window);
         read += window.size();
     }
     provenance.text_hash = tokens.hex();

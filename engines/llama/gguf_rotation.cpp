@@ -89,6 +89,7 @@ Matrices read_matrices(const GgufFile& gguf, int64_t i, const Kind& kind, const 
 
 constexpr const char* kVersionKey = "crumb.artefact_version";
 constexpr const char* kTokensKey = "crumb.tokens";
+constexpr const char* kSketchKey = "crumb.text_sketch";
 
 // The metadata keys of a provenance and where their values go; P is Provenance or const Provenance.
 template <class P>
@@ -127,6 +128,9 @@ Provenance read_provenance(const GgufFile& gguf, const std::string& file) {
         *value = gguf_get_val_i32(gguf.meta(), find(key, GGUF_TYPE_INT32));
     }
     p.tokens = gguf_get_val_u64(gguf.meta(), find(kTokensKey, GGUF_TYPE_UINT64));
+    if (gguf_find_key(gguf.meta(), kSketchKey) >= 0) {
+        p.sketch = TextSketch::parse(gguf_get_val_str(gguf.meta(), find(kSketchKey, GGUF_TYPE_STRING)));
+    }
     return p;
 }
 
@@ -172,6 +176,9 @@ class Copy {
             gguf_set_val_i32(out_.get(), key, *value);
         }
         gguf_set_val_u64(out_.get(), kTokensKey, p.tokens);
+        if (!p.sketch.empty()) {
+            gguf_set_val_str(out_.get(), kSketchKey, p.sketch.hex().c_str());
+        }
     }
 
     void write(const std::filesystem::path& path) const {

@@ -208,6 +208,18 @@ void refuse_slow(const Recipe& recipe, const KvOptions& options) {
     }
 }
 
+// A window as long as the context keeps a layer exact, whatever the others do. Called when formats and tables are made: what
+// the layer gets does not depend on being alone.
+void code_only(CacheConfig& config, int only) {
+    if (only >= int(config.layers.size()) || !config.layers[only].stores || config.layers[only].window) {
+        fail("layer {} has no KV cache that could be coded", only);
+    }
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        auto& layer = config.layers[il];
+        if (int(il) != only && layer.stores && layer.window == 0) { layer.window = int(config.tokens_per_sequence); }
+    }
+}
+
 llama_memory_i* create(const llama_model& model, const llama_memory_params& params, const llama_cparams& cparams,
                        const llama_memory_i::layer_filter_cb& filter, const llama_memory_i::layer_reuse_cb& reuse) {
     auto& g = global();
@@ -232,6 +244,10 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         std::string line = describe(config);
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
         if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
+        if (g.options->only_layer >= 0) {
+            code_only(config, g.options->only_layer);
+            line += fmt::format("; to measure it, layer {} alone is coded", g.options->only_layer);
+        }
         auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner),
                                                       attention_choice(g.options->attention));
         if (!model.hparams.no_alloc) {

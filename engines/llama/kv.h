@@ -19,6 +19,7 @@ struct KvOptions {
     PrefillRule prefill = PrefillRule::position;
     bool allow_slow = false;         // recipes without a kernel that reads their codes in place
     std::string attention = "auto";  // what reads codes: an instruction set by name(Isa), or kDecoded
+    int only_layer = -1;  // to measure it: this layer alone is coded, all others stay BF16; -1: all are coded
 };
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.

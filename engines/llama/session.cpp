@@ -36,6 +36,8 @@ ContextPtr new_context(llama_model* model, const ContextOptions& options, const 
     params.n_ctx = options.n_ctx;
     params.n_batch = options.n_ubatch;
     params.n_ubatch = options.n_ubatch;
+    params.n_seq_max = options.n_sequences;
+    params.kv_unified = options.n_sequences > 1;
     params.n_threads = params.n_threads_batch =
         options.n_threads > 0 ? options.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
     if (!kv) { params.type_k = params.type_v = options.stock_type; }
@@ -80,13 +82,14 @@ std::string read_text(const std::filesystem::path& file) {
     return text;
 }
 
-void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only) {
+void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only,
+            llama_seq_id sequence) {
     llama_batch batch = llama_batch_init(int(tokens.size()), 0, 1);
     for (size_t i = 0; i < tokens.size(); ++i) {
         batch.token[i] = tokens[i];
         batch.pos[i] = position + int(i);
         batch.n_seq_id[i] = 1;
-        batch.seq_id[i][0] = 0;
+        batch.seq_id[i][0] = sequence;
         batch.logits[i] = !last_only || i + 1 == tokens.size();
     }
     batch.n_tokens = int(tokens.size());

@@ -35,6 +35,7 @@ struct ContextOptions {
     int n_ctx = 4096;
     int n_ubatch = 512;
     int n_threads = 0;  // 0: all cores
+    int n_sequences = 1;  // they share n_ctx
     ggml_type stock_type = GGML_TYPE_F16;  // of llama.cpp's own cache
     ggml_backend_sched_eval_callback observe = nullptr;
     void* observer = nullptr;
@@ -47,7 +48,7 @@ std::vector<llama_token> tokenize(const llama_model* model, const std::string& t
 std::string detokenize(const llama_model* model, std::span<const llama_token> tokens);
 std::string read_text(const std::filesystem::path& file);
 
-// Appends tokens to sequence 0; `last_only`: logits of the last token alone. Throws Error if the engine fails.
-void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only);
+// Appends tokens to a sequence; `last_only`: logits of the last token alone. Throws Error if the engine fails.
+void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only, llama_seq_id sequence = 0);
 
 }  // namespace crumb::llama

@@ -6,6 +6,8 @@
 // numbers and may be sparse; each tensor may be absent.
 #pragma once
 
+#include <crumb/text_sketch.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -33,6 +35,7 @@ struct Provenance {
     std::string method;     // qqt / sst / ktk ..., composition, per head or per layer; or where it was imported from
     std::string text_hash;  // XXH3-128 of the calibration tokens
     std::string texts;      // file names, comma separated
+    TextSketch sketch;      // of the calibration tokens, to tell a text that was calibrated on; may be empty
     uint64_t tokens = 0;
     std::string created_by;  // crumb version
     bool operator==(const Provenance&) const = default;

@@ -79,23 +79,29 @@ template <class... Args>
          fmt::format(what, std::forward<Args>(args)...));
 }
 
+constexpr const char* kSketch = "text_sketch";
+
 json metadata_of(const Provenance& p) {
     const auto text = [](auto number) { return std::to_string(number); };
-    return {{"format", kFormat},
-            {"format_version", text(kVersion)},
-            {"model.name", p.model.name},
-            {"model.architecture", p.model.architecture},
-            {"model.hash", p.model.hash},
-            {"model.n_layer", text(p.model.n_layer)},
-            {"model.n_head", text(p.model.n_head)},
-            {"model.n_head_kv", text(p.model.n_head_kv)},
-            {"model.dim_k", text(p.model.dim_k)},
-            {"model.dim_v", text(p.model.dim_v)},
-            {"method", p.method},
-            {"text_hash", p.text_hash},
-            {"texts", p.texts},
-            {"tokens", text(p.tokens)},
-            {"created_by", p.created_by}};
+    json metadata = {{"format", kFormat},
+                     {"format_version", text(kVersion)},
+                     {"model.name", p.model.name},
+                     {"model.architecture", p.model.architecture},
+                     {"model.hash", p.model.hash},
+                     {"model.n_layer", text(p.model.n_layer)},
+                     {"model.n_head", text(p.model.n_head)},
+                     {"model.n_head_kv", text(p.model.n_head_kv)},
+                     {"model.dim_k", text(p.model.dim_k)},
+                     {"model.dim_v", text(p.model.dim_v)},
+                     {"method", p.method},
+                     {"text_hash", p.text_hash},
+                     {"texts", p.texts},
+                     {"tokens", text(p.tokens)},
+                     {"created_by", p.created_by}};
+    if (!p.sketch.empty()) {
+        metadata[kSketch] = p.sketch.hex();
+    }
+    return metadata;
 }
 
 // At most this deep: header, tensor, array, number. Stops nested input before it costs memory, and refuses
@@ -160,6 +166,9 @@ class Metadata {
         return found->get<std::string>();
     }
 
+    std::string optional_text(const char* key) const { return values_->contains(key) ? text(key) : ""; }
+    const std::string& name() const { return name_; }
+
     template <class T>
     T number(const char* key) const {
         const std::string value = text(key);
@@ -177,6 +186,12 @@ class Metadata {
 };
 
 Provenance parse_provenance(const Metadata& m) {
+    TextSketch sketch;
+    try {
+        sketch = TextSketch::parse(m.optional_text(kSketch));
+    } catch (const Error& e) {
+        refuse(m.name(), "{}", e.what());
+    }
     return {.model = {.name = m.text("model.name"),
                       .architecture = m.text("model.architecture"),
                       .hash = m.text("model.hash"),
@@ -188,6 +203,7 @@ Provenance parse_provenance(const Metadata& m) {
             .method = m.text("method"),
             .text_hash = m.text("text_hash"),
             .texts = m.text("texts"),
+            .sketch = std::move(sketch),
             .tokens = m.number<uint64_t>("tokens"),
             .created_by = m.text("created_by")};
 }

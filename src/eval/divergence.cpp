@@ -3,10 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <random>
 
 namespace crumb {
 
 namespace {
+
+constexpr int kResamples = 500;
 
 struct LogSum {
     double value;  // log sum exp
@@ -22,9 +26,65 @@ LogSum log_sum(std::span<const float> logits, const char* which) {
     return {value, size_t(top - logits.begin())};
 }
 
-double percentile(const std::vector<float>& sorted, double p) {
-    return sorted[std::min(sorted.size() - 1, size_t(p * double(sorted.size())))];
-}
+// All positions with the largest divergence first, so that a high percentile of a draw is found after a short walk.
+struct Ranked {
+    float kld;
+    uint32_t block;
+};
+
+struct Sample {
+    double mean_kld, kld_90, kld_99, kld_999, ppl_ratio, same_top;
+};
+
+class Blocks {
+public:
+    explicit Blocks(const std::vector<Block>& blocks) : blocks_(blocks) {
+        for (uint32_t b = 0; b < blocks.size(); ++b) {
+            for (const float kld : blocks[b].kld) { ranked_.push_back({kld, b}); }
+        }
+        std::stable_sort(ranked_.begin(), ranked_.end(), [](const Ranked& x, const Ranked& y) { return x.kld > y.kld; });
+    }
+
+    // Figures of the text in which block b occurs times[b] times.
+    Sample sample(const std::vector<uint32_t>& times) const {
+        double n = 0, kld = 0, log_ratio = 0, same = 0;
+        for (size_t b = 0; b < blocks_.size(); ++b) {
+            n += double(times[b]) * double(blocks_[b].kld.size());
+            kld += times[b] * blocks_[b].sum_kld;
+            log_ratio += times[b] * (blocks_[b].nll - blocks_[b].nll_base);
+            same += double(times[b]) * double(blocks_[b].same_top);
+        }
+        return {kld / n, percentile(times, n, 0.9), percentile(times, n, 0.99), percentile(times, n, 0.999), std::exp(log_ratio / n), same / n};
+    }
+
+    double percentile(const std::vector<uint32_t>& times, double n, double p) const {
+        const double above = n - 1 - std::min(n - 1, std::floor(p * n));  // so many are larger
+        double seen = 0;
+        for (const Ranked& r : ranked_) {
+            seen += times[r.block];
+            if (seen > above) { return r.kld; }
+        }
+        CRUMB_ASSERT(false);
+    }
+
+private:
+    const std::vector<Block>& blocks_;
+    std::vector<Ranked> ranked_;
+};
+
+// Deviation of one figure over the draws, summed up as they come.
+class Spread {
+public:
+    void add(double x) {
+        const double before = x - mean_;
+        mean_ += before / ++n_;
+        squares_ += before * (x - mean_);
+    }
+    double deviation() const { return n_ > 1 ? std::sqrt(squares_ / (n_ - 1)) : std::numeric_limits<double>::quiet_NaN(); }
+
+private:
+    double n_ = 0, mean_ = 0, squares_ = 0;
+};
 
 }  // namespace
 
@@ -36,41 +96,74 @@ double DivergenceSum::add(std::span<const float> base, std::span<const float> lo
         const float log_p = float(base[i] - b.value);
         if (log_p > -30.0f) { kld += double(std::exp(log_p)) * (log_p - (logits[i] - q.value)); }
     }
-    kld_.push_back(float(kld));
-    sum_ += kld;
-    sum_squares_ += kld * kld;
-    nll_base_ += b.value - base[next];
-    nll_ += q.value - logits[next];
-    same_top_ += b.top == q.top;
+    if (!open_ || blocks_.back().kld.size() == kBlockPositions) { blocks_.emplace_back(); }
+    open_ = true;
+    Block& block = blocks_.back();
+    block.kld.push_back(float(kld));
+    block.sum_kld += kld;
+    block.nll_base += b.value - base[next];
+    block.nll += q.value - logits[next];
+    block.same_top += b.top == q.top;
     return kld;
 }
 
 void DivergenceSum::merge(const DivergenceSum& other) {
-    kld_.insert(kld_.end(), other.kld_.begin(), other.kld_.end());
-    sum_ += other.sum_;
-    sum_squares_ += other.sum_squares_;
-    nll_base_ += other.nll_base_;
-    nll_ += other.nll_;
-    same_top_ += other.same_top_;
+    blocks_.insert(blocks_.end(), other.blocks_.begin(), other.blocks_.end());
+    open_ = false;
 }
 
 Divergence DivergenceSum::result() const {
     Divergence d;
-    d.positions = kld_.size();
-    if (kld_.empty()) { return d; }
-    const double n = double(kld_.size());
-    std::vector<float> sorted = kld_;
-    std::sort(sorted.begin(), sorted.end());
-    d.mean_kld = sum_ / n;
-    d.mean_kld_error = n > 1 ? std::sqrt(std::max(0.0, sum_squares_ / n - d.mean_kld * d.mean_kld) / (n - 1)) : 0;
-    d.max_kld = sorted.back();
-    d.kld_999 = percentile(sorted, 0.999);
-    d.kld_99 = percentile(sorted, 0.99);
-    d.median_kld = percentile(sorted, 0.5);
-    d.ppl_base = std::exp(nll_base_ / n);
-    d.ppl = std::exp(nll_ / n);
-    d.same_top = double(same_top_) / n;
+    if (blocks_.empty()) { return d; }
+    const Blocks blocks(blocks_);
+    std::vector<uint32_t> times(blocks_.size(), 1);
+    const Sample once = blocks.sample(times);
+    double nll_base = 0, nll = 0;
+    d.blocks = blocks_.size();
+    for (const Block& block : blocks_) {
+        d.positions += block.kld.size();
+        nll_base += block.nll_base;
+        nll += block.nll;
+    }
+    const double n = double(d.positions);
+    d.median_kld = blocks.percentile(times, n, 0.5);
+    d.max_kld = blocks.percentile(times, n, 1.0);
+    d.ppl_base = std::exp(nll_base / n);
+    d.ppl = std::exp(nll / n);
+
+    Spread mean, p90, p99, p999, ratio, same;
+    std::mt19937_64 random(1);
+    for (int i = 0; d.blocks > 1 && i < kResamples; ++i) {
+        std::fill(times.begin(), times.end(), 0);
+        for (size_t b = 0; b < d.blocks; ++b) { ++times[random() % d.blocks]; }
+        const Sample s = blocks.sample(times);
+        mean.add(s.mean_kld);
+        p90.add(s.kld_90);
+        p99.add(s.kld_99);
+        p999.add(s.kld_999);
+        ratio.add(s.ppl_ratio);
+        same.add(s.same_top);
+    }
+    d.mean_kld = {once.mean_kld, mean.deviation()};
+    d.kld_90 = {once.kld_90, p90.deviation()};
+    d.kld_99 = {once.kld_99, p99.deviation()};
+    d.kld_999 = {once.kld_999, p999.deviation()};
+    d.ppl_ratio = {once.ppl_ratio, ratio.deviation()};
+    d.same_top = {once.same_top, same.deviation()};
     return d;
+}
+
+std::vector<size_t> pareto_front(std::span<const RateLoss> points) {
+    std::vector<size_t> order(points.size());
+    for (size_t i = 0; i < order.size(); ++i) { order[i] = i; }
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return points[a].rate != points[b].rate ? points[a].rate < points[b].rate : points[a].loss < points[b].loss;
+    });
+    std::vector<size_t> front;
+    for (const size_t i : order) {
+        if (front.empty() || points[i].loss < points[front.back()].loss) { front.push_back(i); }
+    }
+    return front;
 }
 
 }  // namespace crumb

@@ -1,0 +1,37 @@
+// crumb eval without its flags and files: which measurements there are, which are missing, and what they add up to.
+#pragma once
+
+#include "kv.h"
+
+#include "eval/verdict.h"
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace crumb::app {
+
+struct EvaluationOptions {
+    std::filesystem::path model, artefact, results, haystack;
+    std::vector<std::string> recipes;
+    bool sweep = false;
+    std::vector<std::filesystem::path> texts;
+    std::vector<int> contexts;
+    int windows = 1;
+    std::optional<int> first;  // default: min(512, context / 2)
+    bool layers = false, retrieval = false, key_shapes = false;
+    std::vector<Probe> probes;
+    int haystacks = 4;
+    int generate = 0;
+    int sink = 64, recent = 256;
+    PrefillRule prefill = PrefillRule::position;
+    int ubatch = 512;
+    int threads = 0;
+    size_t memory = 4096;  // MiB
+};
+
+// Measures what options.results does not hold yet, adds it there, and sums up. Progress goes to stderr. Throws Error.
+Verdict evaluate(const EvaluationOptions& options);
+
+}  // namespace crumb::app

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""crumb eval on SmolLM2: its figures are those of crumb perplexity --kl-divergence, a killed run goes on where it was, and
+probes, greedy text and layers come out as they must.
+
+usage: eval_test.py CRUMB MODEL.gguf TEXT_FOLDER
+Short windows, 4 + 64 tokens at 16 bit, so that codes are read: a few minutes on one core.
+"""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+SMALL = ["-c", "512", "--kv-sink", "4", "--kv-recent", "64", "--ubatch-size", "256"]
+
+
+def crumb(*arguments, **options):
+    done = subprocess.run([CRUMB, *arguments], capture_output=True, text=True, **options)
+    if done.returncode != 0:
+        raise AssertionError(f"crumb {' '.join(arguments)}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+class EvalTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+
+    def path(self, name):
+        return os.path.join(self.folder.name, name)
+
+    def eval_command(self, results, *extra):
+        return ["eval", "-m", MODEL, "-t", THREADS, "--results", self.path(results),
+                "--json", self.path(results + ".rows"), *extra]
+
+    def rows(self, results, kind="quality"):
+        with open(self.path(results + ".rows"), encoding="utf-8") as f:
+            return [row for row in map(json.loads, f) if row["kind"] == kind]
+
+    def test_figures_are_those_of_perplexity(self):
+        with open(PROSE, encoding="utf-8") as f:
+            text = f.read(20000)
+        with open(self.path("text.txt"), "w", encoding="utf-8") as f:
+            f.write(text)
+        common = ["-m", MODEL, "-f", self.path("text.txt"), "-c", "512", "-b", "512", "-ub", "256", "--chunks", "3", "-t", THREADS]
+        base = self.path("base.kld")
+        crumb("perplexity", *common, "--kl-divergence-base", base)
+        printed = crumb("perplexity", *common, "--kl-divergence-base", base, "--kl-divergence", "--kv", "had2", "--kv-sink", "4",
+                        "--kv-recent", "64")
+        crumb(*self.eval_command("results", *SMALL, "--kv", "had2", "--windows", "3", "--first", "256", "-f", self.path("text.txt")))
+        row = next(r for r in self.rows("results") if r["recipe"] == "had2" and r["text"] == "text")
+
+        def figure(name):
+            found = re.search(re.escape(name) + r"\s*: *([-0-9.]+) ± *([0-9.]+)", printed)
+            self.assertIsNotNone(found, f"{name} is not in:\n{printed}")
+            return float(found[1]), float(found[2])
+
+        kld, kld_error = figure("Mean    KLD")
+        ratio, ratio_error = figure("Mean PPL(Q)/PPL(base)")
+        same, same_error = figure("Same top p")
+        ppl, ppl_error = figure("Mean PPL(base)")
+        self.assertEqual(row["positions"], 3 * 255)
+        self.assertGreater(kld, 0.02)  # codes are read
+        # the same positions of the same engine: far closer than the error of the figures
+        self.assertLess(abs(row["mean_kld"] - kld), 0.2 * kld_error)
+        self.assertLess(abs(row["ppl_ratio"] - ratio), 0.2 * ratio_error)
+        self.assertLess(abs(100 * row["same_top_p"] - same), same_error)
+        self.assertLess(abs(row["ppl_base"] - ppl), 0.2 * ppl_error)
+        # both errors are estimates of the same thing, ours with what positions have in common
+        self.assertGreater(row["mean_kld_error"], 0.3 * kld_error)
+        self.assertLess(row["mean_kld_error"], 5 * kld_error)
+
+    def test_a_killed_run_goes_on(self):
+        arguments = [*SMALL, "-f", PROSE, "--kv", "had2,saw4:paper", "--windows", "3"]
+        process = subprocess.Popen([CRUMB, *self.eval_command("killed", *arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lines = 0
+        while process.poll() is None and lines < 3:  # the first window of three variants
+            time.sleep(0.05)
+            if os.path.exists(self.path("killed")):
+                with open(self.path("killed"), "rb") as f:
+                    lines = f.read().count(b"\n")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with open(self.path("killed"), "rb") as f:
+            content = f.read()
+        for line in content.split(b"\n")[:-1]:
+            json.loads(line)
+        self.assertLess(content.count(b"\n"), 9, "it had ended before it was killed")
+        with open(self.path("killed"), "ab") as f:
+            f.write(b'{"kind":"window","key":{"mo')
+
+        crumb(*self.eval_command("killed", *arguments))
+        crumb(*self.eval_command("whole", *arguments))
+        quality = ["recipe", "text", "positions", "mean_kld", "mean_kld_error", "kld_99", "ppl_ratio", "same_top_p", "effective_bits"]
+        pick = lambda rows: [[row[name] for name in quality] for row in rows]
+        self.assertEqual(pick(self.rows("killed")), pick(self.rows("whole")))
+        with open(self.path("killed"), encoding="utf-8") as f:
+            keys = [json.loads(line)["key"] for line in f]
+        self.assertEqual(len(keys), 9)
+        self.assertEqual(len({json.dumps(key, sort_keys=True) for key in keys}), 9)
+
+        # Nothing is measured again, and another window is another measurement.
+        before = os.path.getsize(self.path("killed"))
+        crumb(*self.eval_command("killed", *arguments))
+        self.assertEqual(os.path.getsize(self.path("killed")), before)
+        crumb(*self.eval_command("killed", *arguments[:-1], "1", "--kv-sink", "8"))
+        with open(self.path("killed"), encoding="utf-8") as f:
+            self.assertEqual(sum(json.loads(line)["key"].get("sink") == "8" for line in f), 2)
+
+    def test_everything_in_one_page(self):
+        out = crumb(*self.eval_command("all", *SMALL, "-f", PROSE, "--kv", "bf16,had2", "--layers", "--generate", "64", "--retrieval", "--probes", "single",
+                                       "--haystacks", "1", "--haystack", PROSE, "--html", self.path("page.html")))
+        self.assertIn("Mean KLD", out)
+        bf16, had2 = (next(r for r in self.rows("all") if r["recipe"] == name) for name in ("bf16", "had2"))
+        self.assertLess(bf16["mean_kld"], 0.02)  # what another order of sums does to this model's Q4 weights
+        self.assertGreater(had2["mean_kld"], 2 * bf16["mean_kld"])
+        self.assertGreater(had2["pp"], 0)
+        self.assertGreater(had2["tg"], 0)
+        self.assertLess(had2["effective_bits"], bf16["effective_bits"])
+
+        layers = {(r["recipe"], r["layer"]): r["mean_kld"] for r in self.rows("all", "part") if r["layer"] >= 0}
+        self.assertEqual(len(layers), 2 * 30)
+        self.assertLess(max(kld for (recipe, _), kld in layers.items() if recipe == "had2"), had2["mean_kld"])
+        whole = {r["part"]: r["mean_kld"] for r in self.rows("all", "part") if r["layer"] < 0 and r["recipe"] == "had2"}
+        self.assertGreater(whole["no recent window"], whole["all of it"])
+
+        retrieval = self.rows("all", "retrieval")
+        self.assertEqual([r["recipe"] for r in retrieval], ["16 bit", "bf16", "had2"])
+        self.assertTrue(all(r["asked"] == 8 and sum(r["asked_by_depth"]) == 8 for r in retrieval))
+        greedy = {r["recipe"]: r for r in self.rows("all", "trajectory")}
+        self.assertEqual(greedy["16 bit"]["first_divergence"], 64)
+        self.assertLessEqual(greedy["had2"]["agreement"], 1)
+        with open(self.path("page.html"), encoding="utf-8") as f:
+            page = f.read()
+        for heading in ("Quality for bits", "Where the error comes from", "Retrieval", "Greedy text", "Why this model is hard"):
+            self.assertIn(heading, page)
+
+    def test_says_what_is_wrong(self):
+        def error(*arguments):
+            done = subprocess.run([CRUMB, "eval", *arguments], capture_output=True, text=True)
+            self.assertNotEqual(done.returncode, 0)
+            return done.stderr
+
+        self.assertIn("--sweep", error("-m", MODEL))
+        self.assertIn("-m MODEL", error("--kv", "had2"))
+        self.assertIn("oscar", error("-m", MODEL, "-c", "512", "--kv", "nonsense", "--results", self.path("x"), "-f", PROSE))
+        self.assertIn("inside the", error("-m", MODEL, "-c", "512", "--kv", "had2", "--generate", "400", "--results", self.path("x"), "-t", THREADS,
+                                          "--first", "510", "-f", PROSE))
+        self.assertIn("had2", crumb("eval", "--list"))
+
+
+if __name__ == "__main__":
+    CRUMB, MODEL, TEXTS = sys.argv[1:4]
+    PROSE = os.path.join(TEXTS, "prose.txt")
+    THREADS = str(os.cpu_count() or 1)
+    unittest.main(argv=sys.argv[:1] + sys.argv[4:], verbosity=2)
