@@ -89,6 +89,9 @@ private:
     void measure_windows(int context, const std::vector<Text>& texts, std::span<const Variant> variants);
     void measure_group(int context, const std::vector<Text>& texts, std::span<const Variant> group);
     void sum_up_windows(int context, const std::vector<Text>& texts);
+    bool reads_artefact(const Variant& variant) const {
+        return artefact_ && variant.kv && (!variant.kv->artefact.empty() || variant.label == llama::kAuto);
+    }
     std::optional<double> calibrated_on(const Variant& variant, const std::vector<const Text*>& texts) const;
     void parts(int context, const Text& text);
     void retrieval(int context);
@@ -133,7 +136,7 @@ void Evaluation::choose_variants() {
         try {
             const bool automatic = name == llama::kAuto;
             if (automatic ? std::filesystem::exists(path) : find_recipe(name).needs_artefact()) {
-                kv.artefact = path;
+                kv.artefact = automatic ? o_.artefact : path;  // auto looks beside the model by itself, and does without
                 if (!artefact_ && std::filesystem::exists(path)) {
                     artefact_ = read_artefact(path);
                     artefact_->require(identity_);
@@ -192,7 +195,7 @@ Key Evaluation::key(const Variant& variant, const std::string& text, const std::
                {"tokens", tokens},        {"program", program_},     {"processor", processor_},
                {"context", std::to_string(context)},  {"ubatch", std::to_string(o_.ubatch)}, {"threads", std::to_string(threads_)}};
     if (variant.kv) {
-        key["artefact"] = variant.kv->artefact.empty() ? "" : artefact_hash_;
+        key["artefact"] = reads_artefact(variant) ? artefact_hash_ : "";
         key["sink"] = std::to_string(variant.kv->sink);
         key["recent"] = std::to_string(variant.kv->recent);
         key["prefill"] = variant.kv->prefill == PrefillRule::exact ? "exact" : "position";
@@ -279,7 +282,7 @@ void Evaluation::measure_group(int context, const std::vector<Text>& texts, std:
 }
 
 std::optional<double> Evaluation::calibrated_on(const Variant& variant, const std::vector<const Text*>& texts) const {
-    if (!variant.kv || variant.kv->artefact.empty() || !artefact_ || artefact_->provenance.sketch.empty()) { return std::nullopt; }
+    if (!reads_artefact(variant) || artefact_->provenance.sketch.empty()) { return std::nullopt; }
     double sum = 0;
     size_t n = 0;
     for (const Text* text : texts) {

@@ -96,11 +96,15 @@ void Plot::line(const std::vector<std::pair<double, double>>& points, std::strin
     body_ += fmt::format("<polyline class=\"{}\" points=\"", css);
     for (const auto& [px, py] : points) { body_ += fmt::format("{:.1f},{:.1f} ", x(px), y(py)); }
     body_ += "\"/>\n";
+    for (size_t i = 1; i < points.size(); ++i) {
+        const auto [left, right] = std::minmax({x(points[i - 1].first), x(points[i].first)});
+        const auto [top, bottom] = std::minmax({y(points[i - 1].second), y(points[i].second)});
+        if (left == right || top == bottom) { taken_.push_back({left - 1, top - 1, right + 1, bottom + 1}); }  // steps
+    }
 }
 
 void Plot::error_bar(double at, double low, double high, std::string_view css) {
     body_ += fmt::format("<line class=\"{}\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n", css, x(at), x(at), y(low), y(high));
-    taken_.push_back({x(at) - 1, y(high), x(at) + 1, y(low)});
 }
 
 void Plot::point(double px, double py, std::string_view css, const std::string& hover) {

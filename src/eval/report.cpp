@@ -44,6 +44,11 @@ std::string value_cell(const Figure& f, int digits, double scale = 1) {
     return fmt::format("{:.{}f} <small>± {:.{}f}</small>", f.value * scale, digits, f.error * scale, digits);
 }
 
+// The same without markup, for what a pointer over a mark shows.
+std::string value_text(const Figure& f, int digits) {
+    return std::isnan(f.error) ? fmt::format("{:.{}f}", f.value, digits) : fmt::format("{:.{}f} ± {:.{}f}", f.value, digits, f.error, digits);
+}
+
 std::string table(const std::vector<std::string>& head, const std::vector<std::pair<std::string, std::vector<std::string>>>& rows) {
     std::string text = "<div class=\"wide\"><table><thead><tr>";
     for (const auto& cell : head) { text += "<th>" + cell + "</th>"; }
@@ -88,8 +93,7 @@ std::string quality_plot(const std::vector<const Row*>& rows, const std::string&
         const Figure& kld = row->divergence.mean_kld;
         if (!std::isnan(kld.error)) { plot.error_bar(row->cost.effective_bits, kld.value - kld.error, kld.value + kld.error, css(row)); }
         plot.point(place(row).first, place(row).second, css(row),
-                   fmt::format("{}: Mean KLD {:.5f} ± {:.5f} at {:.3f} bits ({:.3f} in a page), {:.1f} tokens/s", row->recipe, kld.value, kld.error,
-                               row->cost.effective_bits, row->cost.bits, row->speed.generated));
+                   fmt::format("{}: Mean KLD {} at {:.3f} bits ({:.3f} in a page), {:.1f} tokens/s", row->recipe, value_text(kld, 5), row->cost.effective_bits, row->cost.bits, row->speed.generated));
     }
     for (const bool of_front : {true, false}) {
         for (const Row* row : rows) {
@@ -163,7 +167,7 @@ std::string parts_section(const Verdict& v) {
             const bool v_side = row.part == "V";
             const double from = row.layer + (v_side ? 0.5 : 0.08), to = row.layer + (v_side ? 0.92 : row.part == "K" ? 0.5 : 0.92);
             plot.bar(from, to, row.divergence.mean_kld.value, v_side ? "second" : "first",
-                     fmt::format("layer {}, {}: {:.6f} ± {:.6f}", row.layer, row.part, row.divergence.mean_kld.value, row.divergence.mean_kld.error));
+                     fmt::format("layer {}, {}: {}", row.layer, row.part, value_text(row.divergence.mean_kld, 6)));
         }
         const bool sides = std::ranges::any_of(v.parts, [&](const PartRow& row) { return row.recipe == recipe && row.part == "V"; });
         text += figure(plot.svg(), recipe + ": one layer coded, all others 16 bit." + (sides ? " Blue: K alone, orange: V alone." : ""));
