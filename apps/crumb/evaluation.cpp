@@ -77,6 +77,7 @@ public:
 
 private:
     void choose_variants();
+    std::string windows_text() const;
     void describe_setting();
     std::vector<Text> read_texts(int context) const;
     llama::ContextOptions shape(int n_ctx) const { return {.n_ctx = n_ctx, .n_ubatch = o_.ubatch, .n_threads = threads_}; }
@@ -130,11 +131,13 @@ void Evaluation::choose_variants() {
     for (const auto& name : names) {
         llama::KvOptions kv;
         kv.recipe = name;
-        kv.sink = o_.sink;
-        kv.recent = o_.recent;
         kv.prefill = o_.prefill;
+        kv.allow_slow = o_.allow_slow;
         try {
             const bool automatic = name == llama::kAuto;
+            const Windows windows = o_.paper_windows && !automatic ? find_recipe(name).paper : Windows{};
+            kv.sink = o_.sink.value_or(windows.sink);
+            kv.recent = o_.recent.value_or(windows.recent);
             if (automatic ? std::filesystem::exists(path) : find_recipe(name).needs_artefact()) {
                 kv.artefact = automatic ? o_.artefact : path;  // auto looks beside the model by itself, and does without
                 if (!artefact_ && std::filesystem::exists(path)) {
@@ -144,7 +147,7 @@ void Evaluation::choose_variants() {
                 }
             }
             // A context of the smallest size: whatever the engine refuses, it refuses now.
-            llama::new_context(model_.get(), shape(std::max(64, o_.sink + o_.recent)), kv);
+            llama::new_context(model_.get(), shape(std::max(64, kv.sink + kv.recent)), kv);
             variants_.push_back({name, kv});
         } catch (const Error& e) {
             if (!o_.sweep) { throw; }
@@ -154,11 +157,20 @@ void Evaluation::choose_variants() {
     if (variants_.empty()) { fail("no recipe can run on this model:\n{}", fmt::join(verdict_.notes, "\n")); }
 }
 
+std::string Evaluation::windows_text() const {
+    const auto& kv = *variants_.front().kv;
+    const bool same = std::ranges::all_of(variants_, [&](const Variant& v) { return v.kv->sink == kv.sink && v.kv->recent == kv.recent; });
+    if (same) { return fmt::format("sink {} + recent {}", kv.sink, kv.recent); }
+    std::string text;
+    for (const auto& v : variants_) { text += fmt::format("{}{} {} + {}", text.empty() ? "sink + recent (" : ", ", v.label, v.kv->sink, v.kv->recent); }
+    return text + ")";
+}
+
 void Evaluation::describe_setting() {
     auto& lines = verdict_.setting;
     verdict_.model = fmt::format("{} ({})", o_.model.filename().string(), identity_.architecture);
-    lines.push_back(fmt::format("windows: {} of each text and context, positions from {} on; sink {} + recent {} stay 16 bit; prefill {}", o_.windows,
-                                o_.first ? std::to_string(*o_.first) : "512 (half of shorter windows)", o_.sink, o_.recent,
+    lines.push_back(fmt::format("windows: {} of each text and context, positions from {} on; {} stay 16 bit; prefill {}", o_.windows,
+                                o_.first ? std::to_string(*o_.first) : "512 (half of shorter windows)", windows_text(),
                                 o_.prefill == PrefillRule::exact ? "exact" : "position"));
     lines.push_back("16 bit: llama.cpp's F16 cache; ±: one standard error, bootstrap over blocks of " + std::to_string(kBlockPositions) + " positions");
     lines.push_back(fmt::format("speed: {} threads, ubatch {}, {}; pp over whole windows with all logits, tg of {} tokens after them", threads_, o_.ubatch,
@@ -349,8 +361,8 @@ void Evaluation::parts(int context, const Text& text) {
             parts.push_back({name, layer, std::move(changed)});
         };
         add("all of it", -1, [](auto&) {});
-        if (o_.sink) { add("no sinks", -1, [](auto& kv) { kv.sink = 0; }); }
-        if (o_.recent) { add("no recent window", -1, [](auto& kv) { kv.recent = 0; }); }
+        if (variant.kv->sink) { add("no sinks", -1, [](auto& kv) { kv.sink = 0; }); }
+        if (variant.kv->recent) { add("no recent window", -1, [](auto& kv) { kv.recent = 0; }); }
         const auto geometry = llama::cache_geometry(*model_, *variant.kv, context, 1, o_.ubatch);
         for (size_t il = 0; il < geometry.layers.size(); ++il) {
             if (!geometry.layers[il].stores || geometry.layers[il].window) { continue; }
@@ -418,9 +430,11 @@ void Evaluation::retrieval(int context) {
 
 void Evaluation::trajectories(int context, const std::vector<Text>& texts) {
     const int prompt_tokens = context - o_.generate;
-    if (prompt_tokens <= o_.sink + o_.recent) {
-        fail("--generate {} at {} tokens leaves a prompt of {}, which is inside the {} tokens that stay 16 bit: take a larger -c", o_.generate, context,
-             prompt_tokens, o_.sink + o_.recent);
+    for (const auto& variant : variants_) {
+        if (const int exact = variant.kv->sink + variant.kv->recent; prompt_tokens <= exact) {
+            fail("--generate {} at {} tokens leaves a prompt of {}, which is inside the {} tokens that stay 16 bit: take a larger -c", o_.generate, context,
+                 prompt_tokens, exact);
+        }
     }
     for (const Text& text : texts) {
         const auto prompt = std::span(text.windows[0]).first(prompt_tokens);

@@ -24,7 +24,9 @@ struct EvaluationOptions {
     std::vector<Probe> probes;
     int haystacks = 4;
     int generate = 0;
-    int sink = 64, recent = 256;
+    std::optional<int> sink, recent;  // default: 64 and 256, or with paper_windows those of each recipe's paper
+    bool paper_windows = false;
+    bool allow_slow = false;
     PrefillRule prefill = PrefillRule::position;
     int ubatch = 512;
     int threads = 0;
