@@ -10,6 +10,7 @@
 
 #include <crumb/error.h>
 
+#include <charconv>
 #include <cstdio>
 #include <span>
 
@@ -21,6 +22,19 @@ namespace {
 constexpr std::string_view kPageStart = "<!DOCTYPE html>", kRowsStart = "{\"kind\":\"run\"";
 
 void write(const std::filesystem::path& file, const std::string& text) { write_whole_file(file, std::as_bytes(std::span(text))); }
+
+std::optional<std::vector<int>> layers_of(const std::vector<std::string>& names) {
+    if (names.empty()) { return std::nullopt; }
+    std::vector<int> layers;
+    for (const auto& name : names) {
+        if (name == "all") { return std::vector<int>{}; }
+        int layer = -1;
+        const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
+        if (error != std::errc{} || end != name.data() + name.size()) { fail("--layers takes numbers or all, not '{}'", name); }
+        layers.push_back(layer);
+    }
+    return layers;
+}
 
 void list_recipes() {
     for (const auto& recipe : recipes()) {
@@ -35,7 +49,7 @@ int eval(int argc, char** argv) {
     CLI::App app{"What recipes do to a model's distribution, memory and speed, beside 16-bit KV, over the same tokens", "crumb eval"};
     EvaluationOptions o;
     std::filesystem::path json, html;
-    std::vector<std::string> probes;
+    std::vector<std::string> probes, layers;
     std::string prefill = "position", windows_of = "equal";
     bool list = false;
     app.add_flag("--list", list, "name the recipes");
@@ -46,7 +60,8 @@ int eval(int argc, char** argv) {
     app.add_option("-c,--ctx-size", o.contexts, "tokens of a window, one or more, comma separated (8192)")->delimiter(',')->check(CLI::Range(64, 1 << 22));
     app.add_option("--windows", o.windows, "windows of each text")->capture_default_str()->check(CLI::Range(1, 1000));
     app.add_option("--first", o.first, "first position of a window that counts (512, or half a window if that is less)")->check(CLI::NonNegativeNumber);
-    app.add_flag("--layers", o.layers, "what each layer costs alone, and the recipe without its sinks and without its recent window");
+    app.add_option("--layers", layers, "what these layers cost alone (numbers, or all), and the recipe without its sinks and without its recent window")
+        ->delimiter(',');
     app.add_flag("--retrieval", o.retrieval, "probes: facts hidden in prose, by depth, at each context");
     app.add_option("--probes", probes, "single, multi-key, multi-value, tracing (all)")->delimiter(',');
     app.add_option("--haystacks", o.haystacks, "haystacks of each probe and context")->capture_default_str()->check(CLI::Range(1, 1000));
@@ -74,6 +89,7 @@ int eval(int argc, char** argv) {
     if (o.model.empty()) { fail("crumb eval needs a model: -m MODEL.gguf"); }
     if (o.recipes.empty() && !o.sweep) { fail("which recipes? --kv NAME,NAME or --sweep for all; crumb eval --list names them"); }
     if (!o.recipes.empty() && o.sweep) { fail("--sweep runs all recipes, --kv names some: leave out one of them"); }
+    o.layers = layers_of(layers);
     for (const auto& probe : probes) { o.probes.push_back(find_probe(probe)); }
     if (o.probes.empty()) { o.probes.assign(std::begin(kProbes), std::end(kProbes)); }
     if (o.contexts.empty()) { o.contexts = {8192}; }

@@ -77,6 +77,8 @@ public:
 
 private:
     void choose_variants();
+    int reading_positions(const Variant& variant, int context) const;
+    void require_codes();
     std::string windows_text() const;
     void describe_setting();
     std::vector<Text> read_texts(int context) const;
@@ -94,6 +96,7 @@ private:
         return artefact_ && variant.kv && (!variant.kv->artefact.empty() || variant.label == llama::kAuto);
     }
     std::optional<double> calibrated_on(const Variant& variant, const std::vector<const Text*>& texts) const;
+    std::vector<int> layers_alone(const Variant& variant) const;
     void parts(int context, const Text& text);
     void retrieval(int context);
     void trajectories(int context, const std::vector<Text>& texts);
@@ -155,6 +158,39 @@ void Evaluation::choose_variants() {
         }
     }
     if (variants_.empty()) { fail("no recipe can run on this model:\n{}", fmt::join(verdict_.notes, "\n")); }
+}
+
+// Positions of a window that count and whose query reads a code.
+int Evaluation::reading_positions(const Variant& variant, int context) const {
+    int reading = 0;
+    for (int t = first(context); t + 1 < context; ++t) {
+        const int newest = o_.prefill == PrefillRule::exact ? t - t % o_.ubatch : t;
+        reading += coded_edge(newest, variant.kv->recent) > variant.kv->sink;
+    }
+    return reading;
+}
+
+// Where no code is read a recipe looks as good as 16 bit. Known before anything is measured.
+void Evaluation::require_codes() {
+    for (const int context : o_.contexts) {
+        for (const auto& variant : variants_) {
+            const int sink = variant.kv->sink, recent = variant.kv->recent, counted = context - 1 - first(context);
+            const int reading = reading_positions(variant, context);
+            if (reading == 0) {
+                fail("-c {}: with the first {} and the last {} tokens at 16 bit, none of the {} positions that count reads a code of {}. Take -c {} or "
+                     "more, or smaller --kv-sink and --kv-recent",
+                     context, sink, recent, counted, variant.label, 256 * ((2 * (sink + recent) + 511) / 256));
+            }
+            if (2 * reading < counted) {
+                verdict_.notes.push_back(fmt::format("{} at {}: only {} of the {} positions that count read codes, so it looks better here than it is: take a larger -c",
+                                                     variant.label, context, reading, counted));
+            }
+            if (const int prompt = context - o_.generate; o_.generate && prompt <= sink + recent) {
+                fail("--generate {} at {} tokens leaves a prompt of {}, which is inside the {} tokens that stay 16 bit: take a larger -c", o_.generate,
+                     context, prompt, sink + recent);
+            }
+        }
+    }
 }
 
 std::string Evaluation::windows_text() const {
@@ -345,6 +381,22 @@ void Evaluation::sum_up_windows(int context, const std::vector<Text>& texts) {
     }
 }
 
+// Layers that --layers names, or all that a recipe codes.
+std::vector<int> Evaluation::layers_alone(const Variant& variant) const {
+    const auto layers = llama::cache_geometry(*model_, *variant.kv, o_.contexts.front(), 1, o_.ubatch).layers;
+    const auto coded = [&](int il) { return layers[il].stores && !layers[il].window; };
+    std::vector<int> result;
+    for (int il = 0; o_.layers->empty() && il < int(layers.size()); ++il) {
+        if (coded(il)) { result.push_back(il); }
+    }
+    for (const int il : *o_.layers) {
+        if (il < 0 || il >= int(layers.size())) { fail("--layers {}: this model has layers 0 to {}", il, layers.size() - 1); }
+        if (!coded(il)) { fail("--layers {}: this layer of this model stays at 16 bit", il); }
+        result.push_back(il);
+    }
+    return result;
+}
+
 // One window of one text: each layer coded alone, and the recipe without each of its windows.
 void Evaluation::parts(int context, const Text& text) {
     const std::vector<Text> window = {{text.name, {text.windows.front()}}};
@@ -363,10 +415,8 @@ void Evaluation::parts(int context, const Text& text) {
         add("all of it", -1, [](auto&) {});
         if (variant.kv->sink) { add("no sinks", -1, [](auto& kv) { kv.sink = 0; }); }
         if (variant.kv->recent) { add("no recent window", -1, [](auto& kv) { kv.recent = 0; }); }
-        const auto geometry = llama::cache_geometry(*model_, *variant.kv, context, 1, o_.ubatch);
-        for (size_t il = 0; il < geometry.layers.size(); ++il) {
-            if (!geometry.layers[il].stores || geometry.layers[il].window) { continue; }
-            add("K and V", int(il), [&](auto& kv) { kv.only_layer = int(il); });
+        for (const int il : layers_alone(variant)) {
+            add("K and V", il, [&](auto& kv) { kv.only_layer = il; });
         }
     }
     std::vector<Variant> changed;
@@ -430,12 +480,6 @@ void Evaluation::retrieval(int context) {
 
 void Evaluation::trajectories(int context, const std::vector<Text>& texts) {
     const int prompt_tokens = context - o_.generate;
-    for (const auto& variant : variants_) {
-        if (const int exact = variant.kv->sink + variant.kv->recent; prompt_tokens <= exact) {
-            fail("--generate {} at {} tokens leaves a prompt of {}, which is inside the {} tokens that stay 16 bit: take a larger -c", o_.generate, context,
-                 prompt_tokens, exact);
-        }
-    }
     for (const Text& text : texts) {
         const auto prompt = std::span(text.windows[0]).first(prompt_tokens);
         const auto trajectory_key = [&](const Variant& variant, const Tokens& follow) {
@@ -476,6 +520,8 @@ void Evaluation::key_shapes(const Text& text) {
 
 Verdict Evaluation::run() {
     choose_variants();
+    require_codes();
+    if (o_.layers) { layers_alone(variants_.front()); }
     describe_setting();
     for (const int context : o_.contexts) {
         const auto texts = read_texts(context);
