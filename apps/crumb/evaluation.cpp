@@ -136,6 +136,7 @@ void Evaluation::choose_variants() {
         kv.recipe = name;
         kv.prefill = o_.prefill;
         kv.allow_slow = o_.allow_slow;
+        kv.attention = o_.attention;
         try {
             const bool automatic = name == llama::kAuto;
             const Windows windows = o_.paper_windows && !automatic ? find_recipe(name).paper : Windows{};
@@ -205,9 +206,9 @@ std::string Evaluation::windows_text() const {
 void Evaluation::describe_setting() {
     auto& lines = verdict_.setting;
     verdict_.model = fmt::format("{} ({})", o_.model.filename().string(), identity_.architecture);
-    lines.push_back(fmt::format("windows: {} of each text and context, positions from {} on; {} stay 16 bit; prefill {}", o_.windows,
+    lines.push_back(fmt::format("windows: {} of each text and context, positions from {} on; {} stay 16 bit; prefill {}; attention {}", o_.windows,
                                 o_.first ? std::to_string(*o_.first) : "512 (half of shorter windows)", windows_text(),
-                                o_.prefill == PrefillRule::exact ? "exact" : "position"));
+                                o_.prefill == PrefillRule::exact ? "exact" : "position", o_.attention));
     lines.push_back("16 bit: llama.cpp's F16 cache; ±: one standard error, bootstrap over blocks of " + std::to_string(kBlockPositions) + " positions");
     lines.push_back(fmt::format("speed: {} threads, ubatch {}, {}; pp over whole windows with all logits, tg of {} tokens after them", threads_, o_.ubatch,
                                 processor_, kTimedTokens - 1));
@@ -247,6 +248,7 @@ Key Evaluation::key(const Variant& variant, const std::string& text, const std::
         key["sink"] = std::to_string(variant.kv->sink);
         key["recent"] = std::to_string(variant.kv->recent);
         key["prefill"] = variant.kv->prefill == PrefillRule::exact ? "exact" : "position";
+        if (variant.kv->attention != "auto") { key["attention"] = variant.kv->attention; }
         if (variant.kv->only_layer >= 0) { key["only_layer"] = std::to_string(variant.kv->only_layer); }
     }
     return key;

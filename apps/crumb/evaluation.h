@@ -28,6 +28,7 @@ struct EvaluationOptions {
     std::optional<int> sink, recent;  // default: 64 and 256, or with paper_windows those of each recipe's paper
     bool paper_windows = false;
     bool allow_slow = false;
+    std::string attention = "auto";
     PrefillRule prefill = PrefillRule::position;
     int ubatch = 512;
     int threads = 0;
