@@ -9,6 +9,7 @@
 #include <random>
 
 #include "calibrate/gram.h"
+#include "files.h"
 
 namespace crumb {
 namespace {
@@ -193,15 +194,6 @@ TEST(Moments, SkipTheFirstTokensOfEachSequence) {
     }
     EXPECT_EQ(moments.tokens(0), 3u * 36);
     EXPECT_LT(relative_distance(moments.head(0, 0).kk, batch(a, 0, 64).kk), 1e-13);
-}
-
-std::string error_of(const auto& f) {
-    try {
-        f();
-    } catch (const Error& e) {
-        return e.what();
-    }
-    return "no error";
 }
 
 TEST(Moments, SayWhatIsMissing) {

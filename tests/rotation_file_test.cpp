@@ -5,7 +5,6 @@
 #include <crumb/error.h>
 #include <crumb/rotation_file.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 #include <zip.h>
 
 #include <cmath>
@@ -14,6 +13,7 @@
 
 #include "calibrate/pickle.h"
 #include "calibrate/whole_file.h"
+#include "files.h"
 
 namespace crumb {
 namespace {
@@ -22,22 +22,6 @@ namespace fs = std::filesystem;
 using Bytes = std::vector<std::byte>;
 
 const fs::path kData = fs::path(CRUMB_SOURCE) / "tests" / "data";
-
-std::string error_of(const auto& f) {
-    try {
-        f();
-    } catch (const Error& e) {
-        return e.what();
-    }
-    return "no error";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-    if (text.find(part) == std::string::npos) {
-        std::printf("'%s' lacks '%s'\n", text.c_str(), part.c_str());
-    }
-    return text.find(part) != std::string::npos;
-}
 
 // Matrix n of the fixtures: the 4 x 4 Hadamard matrix with its rows moved down by n.
 void append_matrix(std::vector<float>& data, int n) {
@@ -109,15 +93,7 @@ TEST(RotationFile, ImportIsAnArtefactOfTheModel) {
                          "there is no such file"));
 }
 
-class RotationFiles : public testing::Test {
-  protected:
-    void SetUp() override {
-        folder_ = fs::temp_directory_path() / fmt::format("crumb-rotation-{}", getpid());
-        fs::create_directory(folder_);
-    }
-    void TearDown() override { fs::remove_all(folder_); }
-    fs::path folder_;
-};
+using RotationFiles = FolderTest;
 
 TEST_F(RotationFiles, ExportAndImportAgain) {
     for (const bool per_head : {false, true}) {

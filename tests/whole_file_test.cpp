@@ -7,16 +7,15 @@
 #include <fstream>
 #include <iterator>
 
+#include "files.h"
+
 namespace crumb {
 namespace {
 
 namespace fs = std::filesystem;
 
-class WholeFileTest : public testing::Test {
+class WholeFileTest : public FolderTest {
   protected:
-    WholeFileTest() { fs::create_directories(folder_); }
-    ~WholeFileTest() override { fs::remove_all(folder_); }
-
     fs::path file(const std::string& name, const std::string& content) const {
         std::ofstream(folder_ / name) << content;
         return folder_ / name;
@@ -26,8 +25,6 @@ class WholeFileTest : public testing::Test {
         return {std::istreambuf_iterator<char>(in), {}};
     }
     size_t files() const { return size_t(std::distance(fs::directory_iterator(folder_), {})); }
-
-    fs::path folder_ = fs::path(testing::TempDir()) / testing::UnitTest::GetInstance()->current_test_info()->name();
 };
 
 TEST_F(WholeFileTest, WhatIsNotCommittedLeavesNothing) {

@@ -19,17 +19,34 @@ namespace {
 
 double mib(size_t bytes) { return double(bytes) / 1048576.0; }
 
+// Lines of at most 100 columns, indented by four.
+std::string wrapped(std::string_view text) {
+    std::string result, line;
+    while (!text.empty()) {
+        const size_t end = std::min(text.find(' '), text.size());
+        const auto word = text.substr(0, end);
+        if (!line.empty() && line.size() + word.size() + 1 > 96) {
+            result += "    " + line + "\n";
+            line.clear();
+        }
+        line.append(line.empty() ? "" : " ").append(word);
+        text.remove_prefix(std::min(end + 1, text.size()));
+    }
+    return line.empty() ? result : result + "    " + line + "\n";
+}
+
 void print_recipes() {
-    std::printf("| --kv             | bits at D=128 | artefact | speed | paper's windows | what | source |\n|---|---|---|---|---|---|---|\n");
+    std::printf("--kv              bits at D=128  artefact  speed  paper's windows\n");
     for (const auto& recipe : recipes()) {
         const double bits = recipe.budgeted() ? recipe.rate : page_format(recipe, 128, 128).bits_per_element();
-        std::printf("| %-16.*s | %13.3f | %-8s | %-5s | %3d + %-3d       | %.*s | %.*s |\n", int(recipe.name.size()), recipe.name.data(), bits,
-                    recipe.needs_artefact() ? "yes" : "no", recipe.slow() ? "slow" : "", recipe.paper.sink, recipe.paper.recent,
-                    int(recipe.summary.size()),
-                    recipe.summary.data(), int(recipe.source.size()), recipe.source.data());
+        std::printf("\n%-16.*s  %13.3f  %-8s  %-5s  %3d + %d\n", int(recipe.name.size()), recipe.name.data(), bits,
+                    recipe.needs_artefact() ? "yes" : "no", recipe.slow() ? "slow" : "", recipe.paper.sink, recipe.paper.recent);
+        std::fputs(wrapped(recipe.summary).c_str(), stdout);
+        std::fputs(wrapped(recipe.source).c_str(), stdout);
     }
-    std::printf("\nWindows: first and last tokens that stay 16 bit, 64 + 256 for all unless --kv-windows paper. Slow recipes need\n"
-                "--kv-allow-slow.\n");
+    std::printf("\nWindows: first and last tokens that stay 16 bit, 64 + 256 for all unless --kv-windows paper. Slow\n"
+                "recipes need --kv-allow-slow. For measurements NAME:K and NAME:V code one side alone, the other at\n"
+                "8 bits, and NAME:no-map, NAME:no-clip ... leave a stage out.\n");
 }
 
 void print_geometry(const CacheConfig& config) {
@@ -104,10 +121,11 @@ void print_artefact(const std::filesystem::path& file) {
     const Artefact artefact = read_artefact(file);
     const auto& p = artefact.provenance;
     std::printf("artefact %s\n  hash         %s\n  model        %s (%s, %d layers, %d / %d heads, K %d, V %d)\n  model hash   %s\n"
-                "  method       %s\n  tokens       %llu of %s\n  text hash    %s\n  made by      %s\n",
+                "  method       %s\n  tokens       %llu of %s\n  text hash    %s\n  made by      %s\n  checksum     %s\n",
                 file.string().c_str(), artefact.hash().c_str(), p.model.name.c_str(), p.model.architecture.c_str(), p.model.n_layer,
                 p.model.n_head, p.model.n_head_kv, p.model.dim_k, p.model.dim_v, p.model.hash.c_str(), p.method.c_str(),
-                static_cast<unsigned long long>(p.tokens), p.texts.c_str(), p.text_hash.c_str(), p.created_by.c_str());
+                static_cast<unsigned long long>(p.tokens), p.texts.c_str(), p.text_hash.c_str(), p.created_by.c_str(),
+                artefact.checksum ? "agrees with the tensors" : "no checksum: an older crumb wrote this file");
     for (const auto& [il, layer] : artefact.layers) {
         std::printf("  layer %-3d    key mean %d x %d, K rotation %d x %d x %d, V rotation %d x %d x %d", il, layer.k_mean.heads,
                     layer.k_mean.dim, layer.k_rotation.heads, layer.k_rotation.dim, layer.k_rotation.dim, layer.v_rotation.heads,
@@ -168,6 +186,7 @@ int inspect(int argc, char** argv) {
     std::filesystem::path model_file, artefact, page;
     bool list = false;
     int n_ctx = 32768, n_parallel = 1, ubatch = 512, threads = int(std::thread::hardware_concurrency()), head_dim = 128;
+    app.footer(kKvHelp);
     app.add_flag("--recipes", list, "list the recipes");
     app.add_option("-m,--model", model_file, "GGUF model: its KV geometry, and what --kv costs");
     app.add_option("-c,--ctx-size", n_ctx, "tokens a sequence")->capture_default_str()->check(CLI::Range(1, 1 << 24));

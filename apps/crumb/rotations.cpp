@@ -58,8 +58,10 @@ int rotations(int argc, char** argv) {
         write_artefact(result, beside(output));
         std::printf("wrote %s: %zu layers, hash %s\n", beside(output).c_str(), result.layers.size(), result.hash().c_str());
     } else if (export_->parsed()) {
-        export_rotation_files(read_artefact(artefact), k, v);
+        const Artefact source = read_artefact(artefact);
+        export_rotation_files(source, k, v);
         std::printf("wrote %s and %s\n", k.c_str(), v.c_str());
+        if (source.has_planes()) { std::printf("the bases of 'planes' have no place in .pt files and stay in %s\n", artefact.c_str()); }
     } else if (embed->parsed()) {
         not_an_input({model, beside(artefact)});
         llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);

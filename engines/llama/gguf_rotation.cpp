@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 
+#include "calibrate/artefact_fields.h"
 #include "calibrate/whole_file.h"
 #include "ggml.h"
 #include "gguf_file.h"
@@ -21,38 +22,47 @@ namespace {
 constexpr uint32_t kVersion = 1;
 constexpr int64_t kMostChannels = 1024, kMostHeads = 1024;
 
-struct Kind {
-    std::string_view suffix;
-    Matrices LayerArtefact::*member;
-    bool square;
-};
-constexpr Kind kKinds[] = {
-    {".attn_k_rot.weight", &LayerArtefact::k_rotation, true},
-    {".attn_v_rot.weight", &LayerArtefact::v_rotation, true},
-    {".attn_k_mean.weight", &LayerArtefact::k_mean, false},
-};
+// ".attn_k_rot.weight", ".attn_k_planes_encode.weight"
+std::string suffix_of(const ArtefactField& field) {
+    std::string name = field.name;
+    std::ranges::replace(name, '.', '_');
+    if (name.ends_with("_rotation")) {
+        name.resize(name.size() - std::string_view("ation").size());
+    }
+    return fmt::format(".attn_{}.weight", name);
+}
 
 struct Place {
-    const Kind* kind;
+    const ArtefactField* field;
     int layer;
 };
 
 // "blk.12.attn_k_rot.weight"
 std::optional<Place> place_of(std::string_view name) {
     constexpr std::string_view prefix = "blk.";
-    for (const Kind& kind : kKinds) {
-        if (!name.starts_with(prefix) || !name.ends_with(kind.suffix) ||
-            name.size() <= prefix.size() + kind.suffix.size()) {
-            continue;
-        }
-        const auto number = name.substr(prefix.size(), name.size() - prefix.size() - kind.suffix.size());
-        int layer = -1;
-        const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
-        if (error == std::errc{} && end == number.data() + number.size() && layer >= 0) {
-            return Place{&kind, layer};
-        }
+    const size_t dot = name.find('.', prefix.size());
+    if (!name.starts_with(prefix) || dot == std::string_view::npos) {
+        return std::nullopt;
     }
-    return std::nullopt;
+    const auto field = std::ranges::find(kArtefactFields, name.substr(dot), suffix_of);
+    const auto number = name.substr(prefix.size(), dot - prefix.size());
+    int layer = -1;
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
+    if (field == std::end(kArtefactFields) || error != std::errc{} || end != number.data() + number.size() || layer < 0) {
+        return std::nullopt;
+    }
+    return Place{field, layer};
+}
+
+// Rotations lie as ggml_mul_mat wants them, bases of `planes` as they are in an artefact.
+bool transposed(const ArtefactField& field) { return field.shape == TensorShape::square && !field.side; }
+
+// ggml's order: the innermost first. A matrix for all heads has two dimensions.
+std::array<int64_t, GGML_MAX_DIMS> ggml_shape(const ArtefactField& field, int heads, int dim) {
+    std::array<int64_t, GGML_MAX_DIMS> ne = {1, 1, 1, 1};
+    const std::vector<uint64_t> shape = shape_of(field, heads, dim);
+    std::ranges::copy(shape.rbegin(), shape.rend(), ne.begin());
+    return ne;
 }
 
 void transpose_each(Matrices& m) {
@@ -67,21 +77,22 @@ void transpose_each(Matrices& m) {
     }
 }
 
-Matrices read_matrices(const GgufFile& gguf, int64_t i, const Kind& kind, const std::string& file) {
+Matrices read_matrices(const GgufFile& gguf, int64_t i, const ArtefactField& field, const std::string& file) {
     const int64_t* ne = gguf_get_tensor_ne(gguf.meta(), i);
-    const int64_t heads = ne[kind.square ? 2 : 1];
-    const bool fits = kind.square ? ne[0] == ne[1] && ne[3] == 1 : ne[2] == 1 && ne[3] == 1;
-    if (gguf_get_tensor_type(gguf.meta(), i) != GGML_TYPE_F32 || !fits || ne[0] < 1 || ne[0] > kMostChannels ||
-        heads < 1 || heads > kMostHeads) {
+    const int64_t dim = ne[0], heads = ne[field.shape == TensorShape::vector ? 1 : 2];
+    const auto in_range = [](int64_t n, int64_t most) { return 1 <= n && n <= most; };
+    if (gguf_get_tensor_type(gguf.meta(), i) != GGML_TYPE_F32 || !in_range(dim, kMostChannels) ||
+        !in_range(heads, kMostHeads) || !std::ranges::equal(std::span(ne, GGML_MAX_DIMS), ggml_shape(field, int(heads), int(dim)))) {
+        constexpr const char* kExpected[] = {"[D, KV heads]", "[D, 3, KV heads]", "[D, D] or [D, D, KV heads]"};
         fail("{}: tensor {} is {} [{}, {}, {}, {}], expected F32 {}", file, gguf.tensor_name(i),
              ggml_type_name(gguf_get_tensor_type(gguf.meta(), i)), ne[0], ne[1], ne[2], ne[3],
-             kind.square ? "[D, D] or [D, D, KV heads]" : "[D, KV heads]");
+             kExpected[size_t(field.shape)]);
     }
-    Matrices m{.heads = int(heads), .dim = int(ne[0]), .data = {}};
+    Matrices m{.heads = int(heads), .dim = int(dim), .data = {}};
     m.data.resize(gguf_get_tensor_size(gguf.meta(), i) / sizeof(float));
     std::byte* to = reinterpret_cast<std::byte*>(m.data.data());
     gguf.read(i, [&](std::span<const std::byte> bytes) { to = std::copy(bytes.begin(), bytes.end(), to); });
-    if (kind.square) {
+    if (transposed(field)) {
         transpose_each(m);
     }
     return m;
@@ -89,6 +100,7 @@ Matrices read_matrices(const GgufFile& gguf, int64_t i, const Kind& kind, const 
 
 constexpr const char* kVersionKey = "crumb.artefact_version";
 constexpr const char* kTokensKey = "crumb.tokens";
+constexpr const char* kChecksumKey = "crumb.checksum";
 constexpr const char* kSketchKey = "crumb.text_sketch";
 
 // The metadata keys of a provenance and where their values go; P is Provenance or const Provenance.
@@ -157,17 +169,17 @@ class Copy {
         }
     }
 
-    void add_matrices(const std::string& name, Matrices m, bool square) {
-        const int64_t d = m.dim, heads = m.heads;
-        const int64_t squares[GGML_MAX_DIMS] = {d, d, heads, 1}, rows[GGML_MAX_DIMS] = {d, heads, 1, 1};
-        if (square) {
+    void add_matrices(int layer, const ArtefactField& field, Matrices m) {
+        if (transposed(field)) {
             transpose_each(m);
         }
-        add(name, GGML_TYPE_F32, square ? squares : rows,
+        add(fmt::format("blk.{}{}", layer, suffix_of(field)), GGML_TYPE_F32, ggml_shape(field, m.heads, m.dim).data(),
             [data = std::move(m.data)](WholeFile& file) { file.write(std::as_bytes(std::span(data))); });
     }
 
-    void set(const Provenance& p) {
+    void set(const Artefact& artefact) {
+        const Provenance& p = artefact.provenance;
+        gguf_set_val_str(out_.get(), kChecksumKey, tensor_checksum(artefact).c_str());
         gguf_set_val_u32(out_.get(), kVersionKey, kVersion);
         for (const auto& [key, value] : texts(p)) {
             gguf_set_val_str(out_.get(), key, value->c_str());
@@ -220,12 +232,19 @@ Artefact read_gguf_rotations(const std::filesystem::path& file, const std::optio
     Artefact artefact;
     for (int64_t i = 0; i < gguf.n_tensors(); ++i) {
         if (const auto place = place_of(gguf.tensor_name(i))) {
-            artefact.layers[place->layer].*place->kind->member = read_matrices(gguf, i, *place->kind, file.string());
+            place->field->of(artefact.layers[place->layer]) = read_matrices(gguf, i, *place->field, file.string());
         }
     }
     if (artefact.layers.empty()) {
         fail("{} carries no rotations (tensors blk.N.attn_k_rot.weight): calibrate it with: crumb calibrate -m {}",
              file.string(), file.string());
+    }
+    if (const int64_t id = gguf_find_key(gguf.meta(), kChecksumKey); id >= 0) {
+        const bool text = gguf_get_kv_type(gguf.meta(), id) == GGUF_TYPE_STRING;
+        if (!text || gguf_get_val_str(gguf.meta(), id) != tensor_checksum(artefact)) {
+            fail("{} is damaged: its rotations do not have the checksum that its metadata gives; copy it again, or calibrate the model",
+                 file.string());
+        }
     }
     check(artefact, file.string());
 
@@ -267,14 +286,13 @@ void write_gguf_rotations(const Artefact& artefact, const std::filesystem::path&
     }
     Copy copy(source);
     for (const auto& [index, layer] : artefact.layers) {
-        for (const Kind& kind : kKinds) {
-            const Matrices& m = layer.*kind.member;
-            if (m.present()) {
-                copy.add_matrices(fmt::format("blk.{}{}", index, kind.suffix), m, kind.square);
+        for (const ArtefactField& field : kArtefactFields) {
+            if (const Matrices& m = field.of(layer); m.present()) {
+                copy.add_matrices(index, field, m);
             }
         }
     }
-    copy.set(artefact.provenance);
+    copy.set(artefact);
     copy.write(output);
 }
 

@@ -1,10 +1,11 @@
-// Rotations inside a GGUF file, as tensors beside the weights, so that model and artefact travel as one file:
+// An artefact inside a GGUF file, as tensors beside the weights, so that model and artefact travel as one file:
 //
 //   blk.N.attn_k_rot.weight, blk.N.attn_v_rot.weight   F32 [D, D], or [D, D, H_kv] for one per KV head (ours)
 //   blk.N.attn_k_mean.weight                            F32 [D, H_kv] (ours)
+//   blk.N.attn_k_planes_encode.weight ...               F32, shapes of the artefact, innermost first (ours)
 //
-// Rotations are stored transposed: ggml_mul_mat(rot, x) is x R. Provenance is in metadata, crumb.*; files of other
-// tools have none. llama.cpp refuses a file with tensors that it does not use: such a file is for transport, and for
+// Rotations are stored transposed: ggml_mul_mat(rot, x) is x R. Provenance and a checksum of the tensors are in metadata,
+// crumb.*; files of other tools have none. llama.cpp refuses a file with tensors that it does not use: such a file is for transport, and for
 // the forks that know these tensors.
 #pragma once
 

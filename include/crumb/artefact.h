@@ -84,6 +84,7 @@ class Artefact {
   public:
     Provenance provenance;
     std::map<int, LayerArtefact> layers;
+    bool checksum = true;  // false: its file, of an older crumb, had none, so damage to a value may go unnoticed
 
     // XXH3-128 of the file that write_artefact() writes, hex: printed, and part of page identity.
     std::string hash() const;

@@ -13,6 +13,8 @@
 #include <optional>
 #include <set>
 
+#include "calibrate/artefact_fields.h"
+#include "calibrate/fingerprint.h"
 #include "calibrate/whole_file.h"
 
 namespace crumb {
@@ -30,49 +32,6 @@ constexpr size_t kMostFileBytes = size_t(1) << 32;
 constexpr uint64_t kMostHeads = 1024, kMostChannels = 1024;
 constexpr int kMostLayers = 10000;
 
-enum class Shape : uint8_t { vector, steps, square };  // [heads, D], [heads, 3, D], [heads, D, D]
-
-// The tensors of a layer, in file order: members, or members of a PlanesSide.
-struct Field {
-    const char* name;
-    Shape shape;
-    Matrices LayerArtefact::*member;
-    PlanesSide LayerArtefact::*side = nullptr;
-    Matrices PlanesSide::*part = nullptr;
-
-    auto& of(auto& layer) const { return side ? (layer.*side).*part : layer.*member; }
-};
-constexpr Field kFields[] = {
-    {"k_mean", Shape::vector, &LayerArtefact::k_mean},
-    {"k_rotation", Shape::square, &LayerArtefact::k_rotation},
-    {"v_rotation", Shape::square, &LayerArtefact::v_rotation},
-    {"k_planes.encode", Shape::square, nullptr, &LayerArtefact::k_planes, &PlanesSide::encode},
-    {"k_planes.decode", Shape::square, nullptr, &LayerArtefact::k_planes, &PlanesSide::decode},
-    {"k_planes.spectrum", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::spectrum},
-    {"k_planes.step", Shape::steps, nullptr, &LayerArtefact::k_planes, &PlanesSide::step},
-    {"k_planes.mean", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::mean},
-    {"k_planes.page_step", Shape::vector, nullptr, &LayerArtefact::k_planes, &PlanesSide::page_step},
-    {"v_planes.encode", Shape::square, nullptr, &LayerArtefact::v_planes, &PlanesSide::encode},
-    {"v_planes.decode", Shape::square, nullptr, &LayerArtefact::v_planes, &PlanesSide::decode},
-    {"v_planes.spectrum", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::spectrum},
-    {"v_planes.step", Shape::steps, nullptr, &LayerArtefact::v_planes, &PlanesSide::step},
-    {"v_planes.mean", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::mean},
-    {"v_planes.page_step", Shape::vector, nullptr, &LayerArtefact::v_planes, &PlanesSide::page_step},
-};
-
-std::vector<uint64_t> shape_of(const Field& field, int heads, int dim) {
-    const auto h = uint64_t(heads), d = uint64_t(dim);
-    switch (field.shape) {
-        case Shape::vector:
-            return {h, d};
-        case Shape::steps:
-            return {h, 3, d};
-        case Shape::square:
-            return {h, d, d};
-    }
-    CRUMB_ASSERT(false);
-}
-
 template <class... Args>
 [[noreturn]] void refuse(const std::string& name, fmt::format_string<Args...> what, Args&&... args) {
     fail("{}: not a usable artefact: {}. Make it again: crumb calibrate -m MODEL -o FILE", name,
@@ -80,6 +39,7 @@ template <class... Args>
 }
 
 constexpr const char* kSketch = "text_sketch";
+constexpr const char* kChecksum = "checksum";
 
 json metadata_of(const Provenance& p) {
     const auto text = [](auto number) { return std::to_string(number); };
@@ -211,7 +171,7 @@ Provenance parse_provenance(const Metadata& m) {
 struct Tensor {
     std::string name;
     int layer = 0;
-    const Field* field = nullptr;
+    const ArtefactField* field = nullptr;
     int heads = 0, dim = 0;
     uint64_t begin = 0, end = 0;
 };
@@ -239,9 +199,9 @@ Tensor parse_tensor_name(const std::string& tensor, const std::string& name) {
         const std::string number = tensor.substr(prefix.size(), dot - prefix.size());
         int layer = -1;
         std::from_chars(number.data(), number.data() + number.size(), layer);
-        const auto field = std::find_if(std::begin(kFields), std::end(kFields),
-                                        [&](const Field& f) { return tensor.substr(dot + 1) == f.name; });
-        if (field != std::end(kFields) && layer >= 0 && layer < kMostLayers && std::to_string(layer) == number) {
+        const auto field = std::find_if(std::begin(kArtefactFields), std::end(kArtefactFields),
+                                        [&](const ArtefactField& f) { return tensor.substr(dot + 1) == f.name; });
+        if (field != std::end(kArtefactFields) && layer >= 0 && layer < kMostLayers && std::to_string(layer) == number) {
             return {.name = tensor, .layer = layer, .field = field};
         }
     }
@@ -280,13 +240,35 @@ Tensor parse_tensor(const std::string& tensor_name, const json& entry, const std
 
 }  // namespace
 
+std::string tensor_checksum(const Artefact& artefact) {
+    Fingerprint fingerprint;
+    for (const auto& [index, layer] : artefact.layers) {
+        for (const ArtefactField& field : kArtefactFields) {
+            const Matrices& m = field.of(layer);
+            if (!m.present()) {
+                continue;
+            }
+            fingerprint.add_text(fmt::format("layers.{}.{}", index, field.name));
+            for (const uint64_t n : shape_of(field, m.heads, m.dim)) {
+                fingerprint.add_value(n);
+            }
+            fingerprint.add(std::as_bytes(std::span(m.data)));
+        }
+    }
+    return fingerprint.hex();
+}
+
 std::vector<std::byte> serialise(const Artefact& artefact) {
     nlohmann::ordered_json header;
-    header["__metadata__"] = metadata_of(artefact.provenance);
+    json metadata = metadata_of(artefact.provenance);
+    if (artefact.checksum) {
+        metadata[kChecksum] = tensor_checksum(artefact);
+    }
+    header["__metadata__"] = std::move(metadata);
     uint64_t offset = 0;
     std::vector<std::span<const float>> data;
     for (const auto& [index, layer] : artefact.layers) {
-        for (const Field& field : kFields) {
+        for (const ArtefactField& field : kArtefactFields) {
             const Matrices& m = field.of(layer);
             if (!m.present()) {
                 continue;
@@ -332,7 +314,8 @@ Artefact parse_artefact(std::span<const std::byte> bytes, const std::string& nam
     const auto data = bytes.subspan(sizeof(length) + length);
 
     Artefact artefact;
-    artefact.provenance = parse_provenance(Metadata(header, name));
+    const Metadata metadata(header, name);
+    artefact.provenance = parse_provenance(metadata);
     std::vector<Tensor> tensors;
     for (const auto& [tensor, entry] : header.items()) {
         if (tensor != "__metadata__") {
@@ -359,6 +342,12 @@ Artefact parse_artefact(std::span<const std::byte> bytes, const std::string& nam
         m.dim = tensor.dim;
         m.data.resize((tensor.end - tensor.begin) / sizeof(float));
         std::memcpy(m.data.data(), data.data() + tensor.begin, tensor.end - tensor.begin);
+    }
+    const std::string checksum = metadata.optional_text(kChecksum);
+    artefact.checksum = !checksum.empty();
+    if (artefact.checksum && checksum != tensor_checksum(artefact)) {
+        refuse(name, "it is damaged: its tensors have the checksum {}, and its metadata says {}", tensor_checksum(artefact),
+               checksum);
     }
     check(artefact, name);
     return artefact;

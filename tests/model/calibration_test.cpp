@@ -198,6 +198,16 @@ TEST(GgufRotations, TravelWithTheWeights) {
         a.layers[index].v_rotation = shifts(3);
         a.layers[index].k_mean = {3, 64, std::vector<float>(3 * 64, 0.5f)};
     }
+    // A shift and its inverse, the shift the other way: not symmetric either.
+    for (PlanesSide* side : {&a.layers[29].k_planes, &a.layers[29].v_planes}) {
+        side->encode = side->decode = {3, 64, std::vector<float>(3 * 64 * 64)};
+        for (size_t row = 0; row < 3 * 64; ++row) {
+            side->encode.data[row * 64 + (row + 1) % 64] = side->decode.data[row * 64 + (row + 63) % 64] = 1;
+        }
+        side->spectrum = {3, 64, std::vector<float>(3 * 64, 0.75f)};
+        side->step = {3, 64, std::vector<float>(3 * 3 * 64, 0.25f)};
+    }
+    a.layers[29].k_planes.page_step = {3, 64, std::vector<float>(3 * 64, 0.125f)};
     write_gguf_rotations(a, model, scratch / "rotations.gguf");
     EXPECT_EQ(read_gguf_rotations(scratch / "rotations.gguf"), a);
     EXPECT_EQ(weights_hash(scratch / "rotations.gguf"), a.provenance.model.hash);
