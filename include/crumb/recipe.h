@@ -108,7 +108,12 @@ inline constexpr double kLeastRate = 1.25, kMostRate = 4.0;
 // All rows, in the order in which they are listed to people.
 std::span<const Recipe> recipes();
 
-// A name of recipes(), or NAME:RATE for a budgeted one. Throws Error that lists the names when there is none of this
+// What says which part of a row costs how much: K alone and V alone (NAME:K, NAME:V; the other side has 8 bits by the range
+// of a token, next to nothing lost), and the row without each stage that it has (NAME:no-map, NAME:no-clip, ...; NAME:paper
+// where the key mean is removed). For measurements: recipes() does not list them. With the rate of `recipe`.
+std::vector<Recipe> ablations(const Recipe& recipe);
+
+// A name of recipes() or of one of their ablations, or NAME:RATE for a budgeted one. Throws Error that lists the names when there is none of this
 // name, or says which rates there are.
 Recipe find_recipe(std::string_view name);
 

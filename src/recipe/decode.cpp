@@ -39,14 +39,17 @@ void decode(const SideTables& tables, std::span<const uint8_t> codes, const std:
     const SideFormat& format = tables.format;
     const size_t dim = size_t(format.dim), planes = size_t(format.planes);
     CRUMB_ASSERT(rows.size() == kPageTokens * dim && tables.decode.size() == planes * dim);
+    std::vector<double> sums(dim);
     for (int t = 0; t < kPageTokens; ++t) {
         const TokenInfo side = info_at(tables, info, t);
-        for (size_t i = 0; i < dim; ++i) {
-            double sum = 0;
-            for (size_t p = 0; p < planes; ++p) {
-                sum += double(tables.decode[p * dim + i]) * (codes[t * planes + p] - 1.5);
+        std::ranges::fill(sums, 0.0);
+        for (size_t p = 0; p < planes; ++p) {
+            for (size_t i = 0; i < dim; ++i) {
+                sums[i] += double(tables.decode[p * dim + i]) * (codes[t * planes + p] - 1.5);
             }
-            double x = side.scale * sum;
+        }
+        for (size_t i = 0; i < dim; ++i) {
+            double x = side.scale * sums[i];
             if (!tables.ones.empty()) {
                 x += double(side.zero) * tables.ones[i];
             }

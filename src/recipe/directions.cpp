@@ -15,7 +15,10 @@ size_t area_bytes(const SideTables& tables) { return size_t(16) * tables.format.
 std::vector<float> add_boosted(const PageSide& side, const std::byte* info, std::span<uint8_t> codes) {
     const SideFormat& format = side.tables.format;
     const InfoLayout at = info_layout(format, side.tokens);
-    std::vector<float> middle(side.dim(), 1.5f);
+    std::vector<float> middle;
+    for (const uint8_t n : side.tables.digits) {
+        middle.push_back(0.5f * (float(1 << 2 * n) - 1));
+    }
     for (int b = 0; b < format.boosted; ++b) {
         const size_t j = std::min(size_t(load_at<uint8_t>(info + at.boosted, size_t(b))), side.dim() - 1);
         const std::byte* digits = info + at.boosted_codes + size_t(b) * side.tokens / 4;

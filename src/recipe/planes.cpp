@@ -37,9 +37,9 @@ struct Side {
     }
 };
 
-Side side_of(const PlanesSide& basis, int n_head_kv, const SideRecipe& recipe, SideFormat& format) {
+Side side_of(const PlanesSide& basis, int n_head_kv, SideInfo info, SideFormat& format) {
     const int dim = basis.encode.dim;
-    format = {.dim = dim, .planes = kPlaneStep, .info = recipe.info, .mean = basis.page_step.present()};
+    format = {.dim = dim, .planes = kPlaneStep, .info = info, .mean = basis.page_step.present()};
     Side side{&format, n_head_kv, std::vector<double>(size_t(kMostDigits * dim / kPlaneStep))};
     for (int head = 0; head < n_head_kv; ++head) {
         const std::vector<double> gains = gains_of_planes(basis.spectrum.head(head));
@@ -72,11 +72,12 @@ std::vector<uint8_t> assign_digits(std::span<const float> spectrum, int planes) 
 std::vector<PageFormat> planes_formats(std::span<const PlanesLayer> layers, const Recipe& recipe) {
     std::vector<PageFormat> formats(layers.size());
     std::vector<Side> sides;
+    const SideInfo info = (recipe.k.map == Map::planes ? recipe.k : recipe.v).info;
     double elements = 0, bits = 0;
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto& [n_head_kv, k, v] = layers[i];
-        sides.push_back(side_of(*k, n_head_kv, recipe.k, formats[i].k));
-        sides.push_back(side_of(*v, n_head_kv, recipe.v, formats[i].v));
+        sides.push_back(side_of(*k, n_head_kv, info, formats[i].k));
+        sides.push_back(side_of(*v, n_head_kv, info, formats[i].v));
         check(formats[i]);
         bits += 8.0 * double(n_head_kv) * double(formats[i].bytes());
         elements += double(kPageTokens) * n_head_kv * (formats[i].k.dim + formats[i].v.dim);

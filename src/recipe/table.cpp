@@ -6,6 +6,9 @@
 #include <charconv>
 #include <deque>
 
+#include "recipe/ablation.h"
+#include "recipe/side_format.h"
+
 namespace crumb {
 
 namespace {
@@ -247,16 +250,56 @@ class Table {
             rows_.push_back(ours);
             rows_.push_back(paper);
         }
+        for (const Recipe& row : rows_) {
+            for (const Variation& variation : variations(row)) {
+                Recipe changed = row;
+                changed.name = own(fmt::format("{}:{}", row.name, variation.name));
+                changed.summary = own(fmt::format("{} {}", row.name, variation.what));
+                changed.k = variation.k;
+                changed.v = variation.v;
+                ablations_.push_back({row.name, changed});
+            }
+        }
     }
 
     std::span<const Recipe> rows() const { return rows_; }
 
+    std::vector<Recipe> ablations_of(std::string_view row) const {
+        std::vector<Recipe> result;
+        for (const auto& [of, recipe] : ablations_) {
+            if (of == row) {
+                result.push_back(recipe);
+            }
+        }
+        return result;
+    }
+
+    // A row or an ablation of one; nullptr if there is none of this name.
+    const Recipe* find(std::string_view name) const {
+        if (const auto row = std::ranges::find(rows_, name, &Recipe::name); row != rows_.end()) {
+            return &*row;
+        }
+        const auto found = std::ranges::find(ablations_, name, [](const Ablation& a) { return a.recipe.name; });
+        return found == ablations_.end() ? nullptr : &found->recipe;
+    }
+
   private:
+    struct Ablation {
+        std::string_view of;
+        Recipe recipe;
+    };
+
     std::string_view own(std::string text) { return texts_.emplace_back(std::move(text)); }
 
     std::deque<std::string> texts_;
     std::vector<Recipe> rows_;
+    std::vector<Ablation> ablations_;
 };
+
+const Table& table() {
+    static const Table table;
+    return table;
+}
 
 bool needs_artefact(const SideRecipe& side) {
     return side.centre == Centre::key_mean || side.map == Map::rotation || side.map == Map::planes;
@@ -271,6 +314,8 @@ Recipe with_rate(Recipe recipe, std::string_view rate) {
     }
     return recipe;
 }
+
+}  // namespace
 
 SideFormat side_format(const SideRecipe& side, int dim) {
     if (side.quantiser == Quantiser::bf16) {
@@ -293,32 +338,37 @@ SideFormat side_format(const SideRecipe& side, int dim) {
     return format;
 }
 
-}  // namespace
-
 bool Recipe::needs_artefact() const { return crumb::needs_artefact(k) || crumb::needs_artefact(v); }
 
 bool Recipe::slow() const {
     return page_tokens != kPageTokens || !side_format(k, kPageTokens).planar() || !side_format(v, kPageTokens).planar();
 }
 
-std::span<const Recipe> recipes() {
-    static const Table table;
-    return table.rows();
+std::span<const Recipe> recipes() { return table().rows(); }
+
+std::vector<Recipe> ablations(const Recipe& recipe) {
+    std::vector<Recipe> result = table().ablations_of(recipe.name);
+    for (Recipe& ablation : result) {
+        ablation.rate = recipe.rate;
+    }
+    if (const Recipe* paper = table().find(fmt::format("{}:paper", recipe.name))) {
+        result.push_back(*paper);
+    }
+    return result;
 }
 
 std::string label(const Recipe& recipe) {
-    const auto row = std::ranges::find(recipes(), recipe.name, &Recipe::name);
-    const bool usual = row != recipes().end() && row->rate == recipe.rate;
+    const Recipe* row = table().find(recipe.name);
+    const bool usual = row && row->rate == recipe.rate;
     return usual ? std::string(recipe.name) : fmt::format("{}:{}", recipe.name, recipe.rate);
 }
 
 Recipe find_recipe(std::string_view name) {
-    if (const auto found = std::ranges::find(recipes(), name, &Recipe::name); found != recipes().end()) {
-        return *found;
+    if (const Recipe* row = table().find(name)) {
+        return *row;
     }
-    const size_t colon = std::min(name.find(':'), name.size());
-    const auto row = std::ranges::find(recipes(), name.substr(0, colon), &Recipe::name);
-    if (row != recipes().end() && row->budgeted()) {
+    const size_t colon = std::min(name.rfind(':'), name.size());
+    if (const Recipe* row = table().find(name.substr(0, colon)); row && row->budgeted() && colon < name.size()) {
         return with_rate(*row, name.substr(colon + 1));
     }
     std::string names;

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "recipe/planes.h"
+#include "recipe/side_format.h"
 
 namespace crumb {
 
@@ -215,7 +216,18 @@ std::vector<PageFormat> page_formats(const Recipe& recipe, std::span<const Coded
         bases.push_back({layer.n_head_kv, &fitting(learned.k_planes, "key", layer, layer.dim_k),
                          &fitting(learned.v_planes, "value", layer, layer.dim_v)});
     }
-    return planes_formats(bases, recipe);
+    formats = planes_formats(bases, recipe);
+    // The other side of an ablation: what is left has the planes that it has beside it.
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (recipe.k.map != Map::planes) {
+            formats[i].k = side_format(recipe.k, layers[i].dim_k);
+        }
+        if (recipe.v.map != Map::planes) {
+            formats[i].v = side_format(recipe.v, layers[i].dim_v);
+        }
+        check(formats[i]);
+    }
+    return formats;
 }
 
 std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head_kv, const PageFormat& format,
@@ -225,14 +237,9 @@ std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head
     }
     const LayerArtefact none, &learned = recipe.needs_artefact() ? artefact->layer(layer) : none;
     const int dim_k = format.k.dim, dim_v = format.v.dim;
+    const CodedLayer shape = {layer, n_head_kv, dim_k, dim_v};
     std::vector<HeadTables> heads(n_head_kv);
     for (int head = 0; head < n_head_kv; ++head) {
-        if (recipe.budgeted()) {
-            const CodedLayer shape = {layer, n_head_kv, dim_k, dim_v};
-            heads[head] = {planes_tables(fitting(learned.k_planes, "key", shape, dim_k), head, format.k),
-                           planes_tables(fitting(learned.v_planes, "value", shape, dim_v), head, format.v)};
-            continue;
-        }
         std::span<const float> k_mean, k_rotation, v_rotation;
         if (recipe.k.centre == Centre::key_mean) {
             k_mean = head_of(learned.k_mean, "key means", layer, head, n_head_kv, dim_k);
@@ -243,8 +250,12 @@ std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head
         if (recipe.v.map == Map::rotation) {
             v_rotation = head_of(learned.v_rotation, "value rotations", layer, head, n_head_kv, dim_v);
         }
-        heads[head] = {side_tables(recipe.k, format.k, k_mean, k_rotation),
-                       side_tables(recipe.v, format.v, {}, v_rotation)};
+        heads[head].k = recipe.k.map == Map::planes
+                            ? planes_tables(fitting(learned.k_planes, "key", shape, dim_k), head, format.k)
+                            : side_tables(recipe.k, format.k, k_mean, k_rotation);
+        heads[head].v = recipe.v.map == Map::planes
+                            ? planes_tables(fitting(learned.v_planes, "value", shape, dim_v), head, format.v)
+                            : side_tables(recipe.v, format.v, {}, v_rotation);
     }
     return heads;
 }
