@@ -21,18 +21,19 @@ model=$("$here/fetch.py" model "$name")
 text=$("$here/fetch.py" text)
 artefact=$cache/artefacts/$(basename "$model" .gguf).crumb.safetensors
 
-if [[ ! -e $artefact ]]; then
+# Artefacts of an older crumb have no bases of planes.
+if ! "$crumb" inspect --artifact "$artefact" 2>/dev/null | grep 'planes:' >/dev/null; then
     echo "demo: calibrating $(basename "$model") on $tokens tokens of prose, technical text and code (once)" >&2
     mkdir -p "$(dirname "$artefact")"
     "$crumb" calibrate -m "$model" -o "$artefact" --tokens "$tokens" \
         -f "$text/calibration/docs.txt" -f "$text/calibration/prose.txt" -f "$text/calibration/code.txt"
 fi
 
-"$crumb" compare -m "$model" --kv oscar --kv-artifact "$artefact" -f "$text/document.txt" \
+"$crumb" compare -m "$model" --kv oscar,planes --kv-artifact "$artefact" -f "$text/document.txt" \
     -p "Question: according to the text above, what does it mean when a recv returns 0 bytes? Answer in one sentence." -n 64
 
 cat >&2 <<END
 
 Chat with it:
-    $crumb chat -m $model --kv oscar --kv-artifact $artefact -c 8192
+    $crumb chat -m $model --kv planes --kv-artifact $artefact -c 8192
 END

@@ -1,4 +1,4 @@
-// One question about one document, answered twice: with 16-bit KV and with --kv. Then both contexts walk through the
+// One question about one document, answered with 16-bit KV and with each recipe of --kv. Then all contexts walk through the
 // document again side by side for the divergence of every next-token distribution.
 #include "command_line.h"
 #include "commands.h"
@@ -64,22 +64,78 @@ Answer answer(const std::string& kv, const llama_model* model, llama_context* co
     return {llama::detokenize(model, tokens), rate(prompt.size(), read - start), rate(tokens.size(), written - read)};
 }
 
+// What one way to keep K and V came to.
+struct Column {
+    std::string name;
+    llama::ContextPtr context;
+    double mib = 0, page_bits = 16, effective_bits = 16;
+    Answer answer;
+    DivergenceSum divergence;
+};
+
+// --kv A,B as --kv A and --kv B, which are arguments of their own. One without --kv if there is none.
+std::vector<KvArguments> take_several(int argc, char** argv) {
+    std::vector<std::string> recipes = {""};
+    int at = -1;  // of the value
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        const bool joined = argument.starts_with("--kv=");
+        if (!joined && (argument != "--kv" || i + 1 == argc)) { continue; }
+        at = joined ? i : i + 1;
+        recipes = CLI::detail::split(joined ? argument.substr(5) : argv[at], ',');
+    }
+    std::vector<KvArguments> several;
+    for (auto& recipe : recipes) {
+        std::vector<std::string> arguments(argv, argv + argc);
+        if (at >= 0) { arguments[at] = arguments[at].starts_with("--kv=") ? "--kv=" + recipe : recipe; }
+        std::vector<char*> pointers;
+        for (auto& argument : arguments) { pointers.push_back(argument.data()); }
+        several.push_back(take_kv_arguments(int(pointers.size()), pointers.data()));
+        // One artefact is for those that need it.
+        auto& kv = several.back().kv;
+        if (kv && recipes.size() > 1 && kv->recipe != llama::kAuto && !find_recipe(kv->recipe).needs_artefact()) { kv->artefact.clear(); }
+    }
+    return several;
+}
+
+void print_row(const char* what, const std::vector<Column>& columns, auto value) {
+    std::printf("| %-35s |", what);
+    for (const Column& column : columns) { std::printf(" %12s |", std::string(value(column)).c_str()); }
+    std::printf("\n");
+}
+
+void print_table(const std::vector<Column>& columns, int n_ctx) {
+    print_row("", columns, [](const Column& c) { return c.name; });
+    std::printf("|---|");
+    for (size_t i = 0; i < columns.size(); ++i) { std::printf("---:|"); }
+    std::printf("\n");
+    print_row(fmt::format("KV cache, {} tokens", n_ctx).c_str(), columns, [](const Column& c) { return fmt::format("{:.1f} MiB", c.mib); });
+    print_row("bits per element, windows included", columns, [](const Column& c) { return fmt::format("{:.3f}", c.effective_bits); });
+    print_row("bits per element of a page", columns, [](const Column& c) { return fmt::format("{:.3f}", c.page_bits); });
+    print_row("prompt tokens a second", columns, [](const Column& c) { return fmt::format("{:.1f}", c.answer.prompt_per_second); });
+    print_row("generated tokens a second", columns, [](const Column& c) { return fmt::format("{:.1f}", c.answer.generated_per_second); });
+    print_row("Mean KLD over the document", columns, [](const Column& c) { return fmt::format("{:.5f}", c.divergence.result().mean_kld.value); });
+    print_row("Same top p", columns, [](const Column& c) { return fmt::format("{:.4f}", c.divergence.result().same_top.value); });
+    print_row("perplexity of the document", columns, [](const Column& c) { return fmt::format("{:.4f}", c.divergence.result().ppl); });
+}
+
 }  // namespace
 
 int compare(int argc, char** argv) {
-    CLI::App app{"One question about a document, 16-bit KV beside --kv", "crumb compare"};
-    KvArguments arguments = take_kv_arguments(argc, argv);
+    CLI::App app{"One question about a document, 16-bit KV beside recipes (--kv oscar,planes)", "crumb compare"};
+    const std::vector<KvArguments> several = take_several(argc, argv);
     std::filesystem::path file, document;
     std::string question = "Summarise the text above in two sentences.";
     int n_predict = 96, threads = 0, ubatch = 512;
+    app.footer(kKvHelp);
     app.add_option("-m,--model", file, "GGUF model")->required();
     app.add_option("-f,--file", document, "the document")->required();
     app.add_option("-p,--prompt", question, "the question")->capture_default_str();
     app.add_option("-n,--predict", n_predict, "longest answer in tokens")->capture_default_str()->check(CLI::Range(1, 1 << 20));
     app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("-t,--threads", threads, "threads (default: all cores)");
-    if (const auto status = parse(app, arguments.rest)) { return *status; }
-    if (!arguments.kv) { fail("crumb compare needs --kv RECIPE; the flags are:\n{}", kKvHelp); }
+    if (const auto status = parse(app, several.front().rest)) { return *status; }
+    if (!several.front().kv) { fail("crumb compare needs --kv RECIPE; the flags are:\n{}", kKvHelp); }
 
     llama::quiet_log();
     const auto model = llama::load_model(file);
@@ -92,43 +148,39 @@ int compare(int argc, char** argv) {
 
     std::printf("document: %s, %zu tokens with the question\nquestion: %s\n\n", document.filename().c_str(), prompt.size(),
                 question.c_str());
-    const auto base = llama::new_context(model.get(), shape, std::nullopt);
-    const auto coded = llama::new_context(model.get(), shape, arguments.kv);
-    const auto bytes = llama::kv_status()->bytes;
-    const Answer a = answer("16-bit KV", model.get(), base.get(), prompt, n_predict, ubatch);
-    std::printf("--- 16-bit KV\n%s\n\n", a.text.c_str());
-    std::fflush(stdout);
-    const Answer b = answer("--kv " + arguments.kv->recipe, model.get(), coded.get(), prompt, n_predict, ubatch);
-    std::printf("--- --kv %s\n%s\n\n", arguments.kv->recipe.c_str(), b.text.c_str());
-    std::fflush(stdout);
+    std::vector<Column> columns;
+    columns.push_back({.name = "16 bit", .context = llama::new_context(model.get(), shape, std::nullopt), .answer = {}, .divergence = {}});
+    int exact = 0;
+    for (const KvArguments& arguments : several) {
+        Column column{.name = arguments.kv->recipe, .context = llama::new_context(model.get(), shape, arguments.kv), .answer = {}, .divergence = {}};
+        const auto bytes = llama::kv_status()->bytes;
+        column.mib = double(bytes.total()) / 1048576.0;
+        column.page_bits = bytes.bits_per_element;
+        column.effective_bits = bytes.effective_bits;
+        columns.front().mib = double(bytes.bf16_equivalent) / 1048576.0;
+        columns.push_back(std::move(column));
+        exact = std::max(exact, arguments.kv->sink + arguments.kv->recent);
+    }
+    for (Column& column : columns) {
+        column.answer = answer(column.name, model.get(), column.context.get(), prompt, n_predict, ubatch);
+        std::printf("--- %s\n%s\n\n", column.name.c_str(), column.answer.text.c_str());
+        std::fflush(stdout);
+    }
 
     llama::Progress progress("comparing the distributions", double(text.size()));
-    DivergenceSum divergence;
-    llama_memory_clear(llama_get_memory(base.get()), true);
-    llama_memory_clear(llama_get_memory(coded.get()), true);
-    const int first = arguments.kv->sink + arguments.kv->recent + kPageTokens;
+    for (const Column& column : columns) { llama_memory_clear(llama_get_memory(column.context.get()), true); }
+    const int first = exact + kPageTokens;
     for (size_t at = 0; at < text.size(); at += ubatch) {
         const auto tokens = std::span(text).subspan(at, std::min<size_t>(ubatch, text.size() - at));
-        llama::decode(base.get(), tokens, int(at), false);
-        llama::decode(coded.get(), tokens, int(at), false);
+        for (const Column& column : columns) { llama::decode(column.context.get(), tokens, int(at), false); }
         for (size_t i = 0; i < tokens.size() && at + i + 1 < text.size(); ++i) {
             if (int(at + i) < first) { continue; }
-            divergence.add({llama_get_logits_ith(base.get(), int(i)), size_t(n_vocab)},
-                           {llama_get_logits_ith(coded.get(), int(i)), size_t(n_vocab)}, text[at + i + 1]);
+            const auto logits = [&](const Column& c) { return std::span<const float>(llama_get_logits_ith(c.context.get(), int(i)), size_t(n_vocab)); };
+            for (Column& column : columns) { column.divergence.add(logits(columns.front()), logits(column), text[at + i + 1]); }
         }
         show(progress, at + tokens.size(), text.size());
     }
-    const Divergence d = divergence.result();
-    const std::string mib16 = fmt::format("{:.1f} MiB", bytes.bf16_equivalent / 1048576.0), mib = fmt::format("{:.1f} MiB", bytes.total() / 1048576.0);
-    std::printf("|                                   | 16 bit       | %-12s |\n|---|---|---|\n", arguments.kv->recipe.c_str());
-    std::printf("| KV cache, %6d tokens           | %-12s | %-12s |\n", n_ctx, mib16.c_str(), mib.c_str());
-    std::printf("| bits per element, windows included| %-12.3f | %-12.3f |\n", 16.0, bytes.effective_bits);
-    std::printf("| bits per element of a page        | %-12.3f | %-12.3f |\n", 16.0, bytes.bits_per_element);
-    std::printf("| prompt tokens a second            | %-12.1f | %-12.1f |\n", a.prompt_per_second, b.prompt_per_second);
-    std::printf("| generated tokens a second         | %-12.1f | %-12.1f |\n", a.generated_per_second, b.generated_per_second);
-    std::printf("| Mean KLD over the document        | %-12.5f | %-12.5f |\n", 0.0, d.mean_kld.value);
-    std::printf("| Same top p                        | %-12.4f | %-12.4f |\n", 1.0, d.same_top.value);
-    std::printf("| perplexity of the document        | %-12.4f | %-12.4f |\n", d.ppl_base, d.ppl);
+    print_table(columns, n_ctx);
     return 0;
 }
 

@@ -54,14 +54,15 @@ int eval(int argc, char** argv) {
     bool list = false;
     app.add_flag("--list", list, "name the recipes");
     app.add_option("-m,--model", o.model, "GGUF model");
-    app.add_option("--kv", o.recipes, "recipes, comma separated")->delimiter(',');
+    app.add_option("--kv", o.recipes, "recipes, comma separated; q8_0 and q4_0 are llama.cpp's own caches")->delimiter(',');
     app.add_flag("--sweep", o.sweep, "all recipes that this model allows");
     app.add_option("-f,--file", o.texts, "texts, one or more domains; not those of calibration (default: what tools/fetch.py text fetched)");
     app.add_option("-c,--ctx-size", o.contexts, "tokens of a window, one or more, comma separated (8192)")->delimiter(',')->check(CLI::Range(64, 1 << 22));
     app.add_option("--windows", o.windows, "windows of each text")->capture_default_str()->check(CLI::Range(1, 1000));
     app.add_option("--first", o.first, "first position of a window that counts (512, or half a window if that is less)")->check(CLI::NonNegativeNumber);
-    app.add_option("--layers", layers, "what these layers cost alone (numbers, or all), and the recipe without its sinks and without its recent window")
+    app.add_option("--layers", layers, "what these layers cost alone: numbers, or all; with --ablate K and V apart")
         ->delimiter(',');
+    app.add_flag("--ablate", o.ablate, "K alone, V alone, and each recipe without each of its stages and windows");
     app.add_flag("--retrieval", o.retrieval, "probes: facts hidden in prose, by depth, at each context");
     app.add_option("--probes", probes, "single, multi-key, multi-value, tracing (all)")->delimiter(',');
     app.add_option("--haystacks", o.haystacks, "haystacks of each probe and context")->capture_default_str()->check(CLI::Range(1, 1000));

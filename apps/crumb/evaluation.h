@@ -21,7 +21,7 @@ struct EvaluationOptions {
     int windows = 1;
     std::optional<int> first;  // default: min(512, context / 2)
     std::optional<std::vector<int>> layers;  // coded alone, one after the other; none named: every one
-    bool retrieval = false, key_shapes = false;
+    bool ablate = false, retrieval = false, key_shapes = false;
     std::vector<Probe> probes;
     int haystacks = 4;
     int generate = 0;

@@ -23,6 +23,11 @@ void timed_decode(double& seconds, llama_context* context, std::span<const llama
     seconds += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+llama::ContextPtr open(llama_model* model, llama::ContextOptions shape, const Variant& variant) {
+    shape.stock_type = variant.stock;
+    return llama::new_context(model, shape, variant.kv);
+}
+
 double rate(size_t tokens, double seconds) { return seconds > 0 ? double(tokens) / seconds : 0; }
 
 std::span<const float> logits(llama_context* context, int row, int n_vocab) {
@@ -47,7 +52,7 @@ double read_prompt(llama_context* context, std::span<const llama_token> tokens, 
 Lockstep::Lockstep(llama_model* model, const llama::ContextOptions& shape, std::span<const Variant> variants)
     : shape_(shape), n_vocab_(vocabulary(model)) {
     contexts_.push_back(llama::new_context(model, shape, std::nullopt));
-    for (const auto& variant : variants) { contexts_.push_back(llama::new_context(model, shape, variant.kv)); }
+    for (const auto& variant : variants) { contexts_.push_back(open(model, shape, variant)); }
 }
 
 std::vector<WindowRecord> Lockstep::run(std::span<const llama_token> tokens, int first, const Report& report) {
@@ -87,7 +92,7 @@ std::vector<Answer> ask(llama_model* model, const llama::ContextOptions& shape, 
     constexpr llama_seq_id kPrefix = 0, kFork = 1;
     auto two = shape;
     two.n_sequences = 2;
-    const auto context = llama::new_context(model, two, variant.kv);
+    const auto context = open(model, two, variant);
     auto* memory = llama_get_memory(context.get());
     const int n_vocab = vocabulary(model), length = int(haystack.prefix.size());
     read_prompt(context.get(), haystack.prefix, shape.n_ubatch, report);
@@ -115,7 +120,7 @@ std::vector<Answer> ask(llama_model* model, const llama::ContextOptions& shape, 
 TrajectoryRecord generate(llama_model* model, const llama::ContextOptions& shape, const Variant& variant, std::span<const llama_token> prompt,
                           int n_tokens, const Tokens* follow, const Report& report) {
     CRUMB_ASSERT(!follow || int(follow->size()) >= n_tokens);
-    const auto context = llama::new_context(model, shape, variant.kv);
+    const auto context = open(model, shape, variant);
     const int n_vocab = vocabulary(model);
     TrajectoryRecord record;
     const double reading = read_prompt(context.get(), prompt, shape.n_ubatch, report);

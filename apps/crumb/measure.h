@@ -12,10 +12,13 @@
 
 namespace crumb::app {
 
-// A way to keep K and V: a recipe with its windows, or llama.cpp's own 16-bit cache.
+// A way to keep K and V: a recipe with its windows, or llama.cpp's own cache.
 struct Variant {
     std::string label;
     std::optional<llama::KvOptions> kv;
+    ggml_type stock = GGML_TYPE_F16;  // of llama.cpp's cache
+
+    bool base() const { return !kv && stock == GGML_TYPE_F16; }
 };
 
 using Tokens = std::vector<llama_token>;

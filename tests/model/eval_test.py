@@ -132,11 +132,17 @@ class EvalTest(unittest.TestCase):
         self.assertLessEqual(greedy["had2"]["agreement"], 1)
         self.assert_headings("Quality for bits", "Retrieval", "Greedy text", "Why this model is hard")
 
-        crumb(*self.eval_command("all", *common, "-c", "128", "--kv", "had2", "--layers", "0,29"))
-        layers = {r["layer"]: r["mean_kld"] for r in self.rows("all", "part") if r["layer"] >= 0}
-        self.assertEqual(list(layers), [0, 29])
-        whole = {r["part"]: r["mean_kld"] for r in self.rows("all", "part") if r["layer"] < 0}
+        crumb(*self.eval_command("all", *common, "-c", "128", "--kv", "had2,q4_0", "--layers", "0,29", "--ablate"))
+        q4 = next(r for r in self.rows("all") if r["recipe"] == "q4_0")
+        self.assertEqual(q4["bits_per_element"], 4.5)
+        self.assertGreater(q4["mean_kld"], 0)
+        parts = self.rows("all", "part")
+        layers = {(r["layer"], r["part"]): r["mean_kld"] for r in parts if r["layer"] >= 0}
+        self.assertEqual(list(layers), [(0, "K"), (0, "V"), (29, "K"), (29, "V")])
+        whole = {r["part"]: r["mean_kld"] for r in parts if r["layer"] < 0}
+        self.assertEqual(list(whole), ["all of it", "K alone, V at 8 bits", "V alone, K at 8 bits", "without its rotation", "no sinks", "no recent window"])
         self.assertLess(max(layers.values()), whole["all of it"])
+        self.assertLess(whole["K alone, V at 8 bits"], whole["all of it"])
         self.assertGreater(whole["no recent window"], whole["all of it"])
         self.assert_headings("Quality for bits", "Where the error comes from", "Why this model is hard")
 
