@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "calibrate/fingerprint.h"
+#include "calibrate/text_windows.h"
 #include "gradient.h"
 #include "kv.h"
 #include "model_identity.h"
@@ -21,8 +22,6 @@ namespace {
 
 // More of a text is not read: languages need three to five, and some tokenizers take the square of the length in time.
 constexpr size_t kMostBytesPerToken = 8;
-
-constexpr int kShortestWindow = 256;
 
 // The beginning of a text, enough for n tokens.
 std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
@@ -41,49 +40,17 @@ std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
     return text;
 }
 
-using Window = std::vector<llama_token>;
-
-struct Windows {
-    std::vector<Window> tokens;
-    std::vector<int> folds;  // each text alternates
-};
-
-// Window i of every text, then window i + 1 of every text, until there are enough tokens. Each begins as a prompt does.
-Windows windows_of(const llama_model* model, const CalibrationOptions& o) {
+TextWindows windows_of(const llama_model* model, const CalibrationOptions& o) {
     const auto* vocab = llama_model_get_vocab(model);
-    const bool add_bos = llama_vocab_get_add_bos(vocab);
-    std::vector<Window> texts;
+    std::vector<std::vector<llama_token>> texts;
     for (const auto& file : o.texts) {
         texts.push_back(tokenize(model, read_beginning(file, o.tokens), false, false));
     }
-
-    // Few tokens make short windows, so that every text that provenance names was read.
-    const int share = std::max(kShortestWindow, int(o.tokens / std::max<size_t>(o.texts.size(), 1)));
-    Windows windows;
-    const size_t room = size_t(std::min(o.window, share)) - add_bos;
-    size_t left = o.tokens, longest = 0;
-    for (const Window& text : texts) {
-        longest = std::max(longest, text.size());
+    WindowRule rule = {.tokens = size_t(o.tokens), .window = o.window, .skip = o.skip, .begin = {}};
+    if (llama_vocab_get_add_bos(vocab)) {
+        rule.begin = llama_vocab_bos(vocab);
     }
-    for (size_t at = 0; at < longest && left > size_t(o.skip); at += room) {
-        for (size_t i = 0; i < texts.size(); ++i) {
-            const Window& text = texts[i];
-            if (at >= text.size()) {
-                continue;
-            }
-            Window window(add_bos ? 1 : 0, llama_vocab_bos(vocab));
-            const size_t end = std::min(text.size(), at + room);
-            window.insert(window.end(), text.begin() + std::ptrdiff_t(at), text.begin() + std::ptrdiff_t(end));
-            window.resize(std::min(window.size(), left));
-            if (window.size() <= size_t(o.skip)) {
-                continue;
-            }  // nothing of it would count
-            left -= window.size();
-            windows.tokens.push_back(std::move(window));
-            windows.folds.push_back(int((at / room + i) % kFolds));
-        }
-    }
-    return windows;
+    return text_windows(texts, rule);
 }
 
 void check(const CalibrationOptions& o) {
@@ -153,7 +120,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     Provenance provenance;
     Fingerprint tokens;
     size_t read = 0;
-    for (const Window& window : windows) {
+    for (const auto& window : windows) {
         tokens.add_value(uint64_t(window.size()));
         tokens.add(std::as_bytes(std::span(window)));
         provenance.sketch.add(window);
@@ -197,14 +164,14 @@ Artefact calibrate(const CalibrationOptions& o) {
                                             .observer = &observer},
                                            std::nullopt);
     const size_t n_first = o.method.v == Target::sst ? std::min(o.texts.size(), windows.size()) : 0;
-    for (const Window& window : std::span(windows).first(n_first)) {
+    for (const auto& window : std::span(windows).first(n_first)) {
         read += window.size();
     }
     Progress progress("calibrating", double(read));
     size_t done = 0;
     const auto observe = [&, &windows = windows, &folds = folds](size_t n) {
         for (size_t i = 0; i < n; ++i) {
-            const Window& window = windows[i];
+            const auto& window = windows[i];
             llama_memory_clear(llama_get_memory(context.get()), true);
             moments.begin_sequence(folds[i]);
             local.begin_sequence(folds[i]);

@@ -10,13 +10,8 @@
 #include <cmath>
 #include <thread>
 
+#include "calibrate/clones.h"
 #include "calibrate/gram.h"
-
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define CRUMB_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define CRUMB_CLONES
-#endif
 
 namespace crumb {
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "calibrate/clones.h"
 #include "calibrate/eigenbasis.h"
 #include "calibrate/gram.h"
 #include "recipe/planes.h"
@@ -171,37 +172,52 @@ Vector mapped(const SideTables& tables, std::span<const bf16> rows) {
     return y;
 }
 
+// Adds what n directions of a token lose in codes of so many levels with these steps.
+CRUMB_CLONES void add_misses(const double* __restrict y, const double* __restrict steps, int n, double levels,
+                             double* __restrict errors) {
+    for (int i = 0; i < n; ++i) {
+        const double code = std::min(std::max(std::floor(y[i] / steps[i] + levels / 2), 0.0), levels - 1);
+        const double miss = y[i] - (code - (levels - 1) / 2) * steps[i];
+        errors[i] += miss * miss;
+    }
+}
+
 // Steps of each width that lose least of the sample, gains as the rms of what is coded at 2 bits a direction.
 void fit_steps(PlanesSide& side, const SideRecipe& row, std::span<const SamplePage> sample,
                std::vector<bf16> SamplePage::*rows) {
     const SideTables tables = planes_tables(side, 0, trial_format(side, row));
     const int d = tables.format.dim;
     constexpr size_t kFactors = std::size(kStepFactors);
-    std::vector<std::array<double, kFactors>> errors(3 * size_t(d), std::array<double, kFactors>{});
+    std::vector<double> errors(kFactors * kMostDigits * size_t(d)), steps(d);  // by factor, digits, direction
     for (const SamplePage& page : sample) {
         const Vector y = mapped(tables, page.*rows);
         for (int t = 0; t < kPageTokens; ++t) {
+            const double* row = y.data() + size_t(t) * d;
             double energy = 0;
             int live = 0;
             for (int i = 0; i < d; ++i) {
-                const double normal = y[size_t(t) * d + i] / tables.sigma[i];
+                const double normal = row[i] / tables.sigma[i];
                 energy += tables.digits[i] > 0 ? normal * normal : 0.0;
                 live += tables.digits[i] > 0;
             }
             const double gain = std::max(std::sqrt(energy / std::max(live, 1)), 1e-6);
-            for (size_t e = 0; e < errors.size(); ++e) {
-                const double value = y[size_t(t) * d + e % d], levels = double(1 << 2 * (e / d + 1));
-                for (size_t f = 0; f < kFactors; ++f) {
-                    const double step = side.step.data[e] * kStepFactors[f] * gain;
-                    const double code = std::clamp(std::floor(value / step + levels / 2), 0.0, levels - 1);
-                    const double miss = value - (code - (levels - 1) / 2) * step;
-                    errors[e][f] += miss * miss;
+            double* sum = errors.data();
+            for (const double factor : kStepFactors) {
+                for (int digits = 1; digits <= kMostDigits; ++digits, sum += d) {
+                    for (int i = 0; i < d; ++i) {
+                        steps[i] = side.step.data[size_t(digits - 1) * d + i] * factor * gain;
+                    }
+                    add_misses(row, steps.data(), d, double(1 << 2 * digits), sum);
                 }
             }
         }
     }
-    for (size_t e = 0; e < errors.size() && !sample.empty(); ++e) {
-        const auto least = std::ranges::min_element(errors[e]) - errors[e].begin();
+    const size_t widths = kMostDigits * size_t(d);
+    for (size_t e = 0; e < widths && !sample.empty(); ++e) {
+        size_t least = 0;
+        for (size_t f = 1; f < kFactors; ++f) {
+            least = errors[f * widths + e] < errors[least * widths + e] ? f : least;
+        }
         side.step.data[e] = std::max(float(side.step.data[e] * kStepFactors[least]), kStepFloor);
     }
 }
@@ -245,8 +261,8 @@ class LayerFit {
         Choice k, v;
         const auto weighed = [](double loss, const Choice& c) { return loss * (c.page_mean ? kPageMeanWorth : 1.0); };
         double least_k = INFINITY, least_v = INFINITY;
-        const auto try_out = [&](Choice try_k, Choice try_v) {
-            const Losses losses = tried(try_k, try_v);
+        const auto try_out = [&](Choice try_k, Choice try_v, bool new_v = true) {
+            const Losses losses = tried(try_k, try_v, new_v);
             if (weighed(losses.k, try_k) < least_k) {
                 least_k = weighed(losses.k, try_k);
                 k = try_k;
@@ -259,7 +275,7 @@ class LayerFit {
         // V is never centred: tokens with a tiny V matter and would become minus the mean.
         for (const bool page_mean : {false, true}) {
             for (const bool centre : {false, true}) {
-                try_out({.page_mean = page_mean, .centre = centre}, {.page_mean = page_mean});
+                try_out({.page_mean = page_mean, .centre = centre}, {.page_mean = page_mean}, !centre);
             }
         }
         const Choice best_k = k, best_v = v;
@@ -333,8 +349,9 @@ class LayerFit {
         return sum;
     }
 
-    Losses tried(const Choice& k, const Choice& v) const {
-        Losses sum;
+    // Without weigh_v only K is weighed: that V has been seen.
+    Losses tried(const Choice& k, const Choice& v, bool weigh_v) const {
+        Losses sum = {0, weigh_v ? 0.0 : INFINITY};
         for (int h = 0; h < shape_.n_head_kv; ++h) {
             const PageSums& pages = *heads_[h];
             const bool apart = pages.key_moments(0).pages > 0 && pages.key_moments(1).pages > 0;
@@ -350,10 +367,14 @@ class LayerFit {
                         continue;
                     }
                     encode_page(recipe(), format, tables, sample.k, sample.v, page.data());
-                    std::vector<float> k_rows(sample.k.size()), v_rows(sample.v.size());
+                    std::vector<float> k_rows(sample.k.size());
                     decode_keys(format, tables.k, page.data(), k_rows);
-                    decode_values(format, tables.v, page.data(), v_rows);
                     sum.k += loss(sample.k, k_rows, parts_[1 - part][h].k, shape_.dim_k);
+                    if (!weigh_v) {
+                        continue;
+                    }
+                    std::vector<float> v_rows(sample.v.size());
+                    decode_values(format, tables.v, page.data(), v_rows);
                     sum.v += loss(sample.v, v_rows, parts_[1 - part][h].v, shape_.dim_v);
                 }
             }
