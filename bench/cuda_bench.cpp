@@ -291,18 +291,19 @@ std::vector<Shape> shapes_of(const PageFormat& f, bool quick) {
     return shapes;
 }
 
-int run(bool quick) {
+int run(bool quick, const Shape* only) {
     const double roof = read_roof();
     cudaDeviceProp device;
     require(cudaGetDeviceProperties(&device, 0), "device");
     std::printf("{\"bench\":\"roof\",\"device\":\"%s\",\"tbs\":%.3f}\n", device.name, roof);
     std::fprintf(stderr, "%s, read roof %.2f TB/s\n", device.name, roof);
     for (const std::vector<Kernels>& kernels : all_kernels()) {
-        for (const Shape& shape : shapes_of(kernels[0].format, quick)) decode_row(kernels, shape, roof);
+        for (const Shape& shape : only ? std::vector{*only} : shapes_of(kernels[0].format, quick)) decode_row(kernels, shape, roof);
     }
+    if (only) return 0;
     for (const int tokens : {1, 8, 64}) store_row(tokens, false);
     store_row(32768, true);
-    Recipe clipped = find_recipe("quarot");  // oscar's stages, without its artefact
+    Recipe clipped = find_recipe("quarot:paper");  // oscar's stages, without its artefact
     clipped.k.clip = 0.96f, clipped.v.clip = 0.92f;
     for (const int blocks : {1, 8, 64, 512}) encode_row(find_recipe("had2"), "had2", blocks);
     for (const int blocks : {1, 8, 64, 512}) encode_row(clipped, "range with clip", blocks);
@@ -313,4 +314,15 @@ int run(bool quick) {
 
 }  // namespace crumb::cuda
 
-int main(int argc, char** argv) { return crumb::cuda::run(argc > 1 && std::strcmp(argv[1], "--quick") == 0); }
+// cuda_bench [--quick | --shape HEADS/KV_HEADS,REQUESTS,TOKENS]
+int main(int argc, char** argv) {
+    using namespace crumb::cuda;
+    if (argc == 3 && std::strcmp(argv[1], "--shape") == 0) {
+        Shape shape(0, 0, 0, 0);
+        int batch = 0, context = 0;
+        if (std::sscanf(argv[2], "%d/%d,%d,%d", &shape.n_head, &shape.n_head_kv, &batch, &context) != 4) return 2;
+        shape.contexts.assign(size_t(batch), context);
+        return run(false, &shape);
+    }
+    return run(argc > 1 && std::strcmp(argv[1], "--quick") == 0, nullptr);
+}

@@ -367,7 +367,7 @@ class World {
         return {codes, codes + std::abs(mean) + std::abs(ones) + std::abs(page_mean)};
     }
 
-    // One unit of the int8 (15-bit) query.
+    // One unit of the int8 (10-bit, 15-bit) query.
     double query_unit(const float* x, const SideTables& k) const {
         double most = 0;
         for (int p = 0; p < k.format.planes; p++) {
@@ -375,7 +375,7 @@ class World {
             for (int c = 0; c < shape_.dim_k; c++) sum += double(x[c]) * k.decode[size_t(p) * shape_.dim_k + c];
             most = std::max(most, std::abs(sum));
         }
-        return most / (maps.query_bits > 8 ? 127 * 128 : 127);
+        return most / (maps.query_bits > 10 ? 127 * 128 : maps.query_bits > 8 ? 509 : 127);
     }
 
     double budget(const QueryRow& row, int sink, int head) const {

@@ -37,6 +37,9 @@ TEST_F(CudaDecode, OddPlanesByteGainsAndPageMeans) {
     Cases cases(machine, kernels);
     cases.ends(4, 2, {410, 65, 1, 190}, 1, 1.0f, true);
     cases.ends(2, 2, {500}, 2, 8.0f, false);
+    cases.step.blocks = 30;  // fewer segments than multiprocessors: the maps' other shape
+    cases.ends(4, 2, {700}, 1, 1.0f, true);
+    cases.step.blocks = 3;
     cases.same_bits({1000, 30}, {2});
     cases.bounds();
 }

@@ -10,7 +10,8 @@ namespace crumb::cuda {
 namespace {
 
 void emulated_encode(const EncodeArgs& args, int n_jobs, Stream) {
-    const size_t shared = encode_shared_bytes(std::max(args.k.format.dim, args.v.format.dim));
+    const size_t shared = encode_shared_bytes(std::max(args.k.format.dim, args.v.format.dim),
+                                              std::max(args.k.format.planes, args.v.format.planes));
     simt::emulate({2 * args.n_head_kv * n_jobs, kEncodeThreads, shared, emulated_seed++},
                   [&](std::byte* memory) { Encode::run(args, memory); });
 }
@@ -27,23 +28,31 @@ TEST(CudaEncode, OtherHeadSizes) {
 }
 
 TEST(CudaStore, RowsLieWhereRecordsHaveThem) {
-    const int dim_k = 64, dim_v = 128, heads = 3, tokens = 7;
+    const int dim_k = 64, dim_v = 128, heads = 3;
     const PageFormat format = bf16_format(dim_k, dim_v);
-    std::vector<std::byte> want(4 * heads * format.bytes(), std::byte(9)), got = want;
-    const std::vector<bf16> k = rows_of(Rows::normal, dim_k, 1), v = rows_of(Rows::normal, dim_v, 2);
-    std::vector<u32> blocks, slots;
-    for (int t = 0; t < tokens; t++) {
-        blocks.push_back(u32(3 - t / 2)), slots.push_back(u32(61 + 3 * t));
-        for (int h = 0; h < heads; h++) {
-            std::byte* record = &want[(blocks[t] * heads + h) * format.bytes()];
-            set_key(format, record, int(slots[t] % 64), std::span(k).subspan(size_t(t * heads + h) * dim_k, dim_k));
-            set_value(format, record, int(slots[t] % 64), std::span(v).subspan(size_t(t * heads + h) * dim_v, dim_v));
+    for (const int tokens : {7, 70}) {
+        std::vector<std::byte> want(40 * heads * format.bytes(), std::byte(9)), got = want, chunk = want;
+        std::vector<bf16> k, v;
+        while (k.size() < size_t(tokens * heads * dim_k)) std::ranges::copy(rows_of(Rows::normal, dim_k, int(k.size())), std::back_inserter(k));
+        while (v.size() < size_t(tokens * heads * dim_v)) std::ranges::copy(rows_of(Rows::normal, dim_v, int(v.size())), std::back_inserter(v));
+        std::vector<u32> blocks, slots;
+        for (int t = 0; t < tokens; t++) {
+            blocks.push_back(u32(39 - t / 2)), slots.push_back(u32(61 + 3 * t));
+            for (int h = 0; h < heads; h++) {
+                std::byte* record = &want[(blocks[t] * heads + h) * format.bytes()];
+                set_key(format, record, int(slots[t] % 64), std::span(k).subspan(size_t(t * heads + h) * dim_k, dim_k));
+                set_value(format, record, int(slots[t] % 64), std::span(v).subspan(size_t(t * heads + h) * dim_v, dim_v));
+            }
         }
+        StoreArgs args = {&k[0].bits, &v[0].bits, blocks.data(), slots.data(), reinterpret_cast<u8*>(got.data()),
+                          heads * format.bytes(), dim_k, dim_v, heads};
+        simt::emulate({tokens * heads, kStoreThreads, 0}, [&](std::byte*) { store_rows(args); });
+        EXPECT_EQ(got, want);
+        args.exact = reinterpret_cast<u8*>(chunk.data());
+        simt::emulate({(tokens + kStoreTokens - 1) / kStoreTokens * heads, kStoreThreads, store_shared_bytes(dim_k)},
+                      [&](std::byte* shared) { store_chunk(args, tokens, shared); });
+        EXPECT_EQ(chunk, want);
     }
-    const StoreArgs args = {&k[0].bits, &v[0].bits, blocks.data(), slots.data(), reinterpret_cast<u8*>(got.data()),
-                            heads * format.bytes(), dim_k, dim_v, heads};
-    simt::emulate({tokens * heads, kStoreThreads, 0}, [&](std::byte*) { store_rows(args); });
-    EXPECT_EQ(got, want);
 }
 
 TEST(CudaEncode, WordsAreTheInverseOfTheMap) {

@@ -59,9 +59,9 @@ void expect_complete(const Step& step, uint32_t seed) {
     std::vector<SegmentParts> listed(step.n_tiles * step.segments_per_tile, {-1, -1});
     std::vector<u32> ids(size_t(step.n_tiles) * 2000, 7);
     const PlanArgs args = {step.rows.data(), step.n_tiles, step.rows_per_tile, 64, step.segments_per_tile, step.grid, step.warps,
-                           kCoded, kExact, ids.data(), 2000, tiles.data(), records.data(), listed.data()};
+                           kCoded, kExact, ids.data(), ids.data(), 2000, tiles.data(), records.data(), listed.data()};
     const int threads = 64;
-    simt::emulate({3, threads, plan_shared_bytes(step.n_tiles, threads), seed}, [&](std::byte* shared) { make_plan(args, shared); });
+    simt::emulate({3, threads, plan_shared_bytes(step.n_tiles, threads, step.grid), seed}, [&](std::byte* shared) { make_plan(args, shared); });
 
     const int n_segments = step.n_tiles * step.segments_per_tile;
     std::vector<int> done(n_segments, 0), first_block(n_segments, -1), last_block(n_segments, -1), parts(n_segments, 0);

@@ -23,7 +23,7 @@ class EmulatedMachine : public Machine {
     void zero(void* device, size_t bytes) override { std::memset(device, 0, bytes); }
     PlanLaunch plan_launch() const override {
         return [](const PlanArgs& args, Stream) {
-            const simt::Grid grid = {2, 64, plan_shared_bytes(args.n_tiles, 64), emulated_seed++};
+            const simt::Grid grid = {2, 64, plan_shared_bytes(args.n_tiles, 64, args.grid), emulated_seed++};
             simt::emulate(grid, [&](std::byte* shared) { make_plan(args, shared); });
         };
     }
@@ -38,21 +38,24 @@ class EmulatedMachine : public Machine {
 template <PageFormat F, int NT>
 Kernels emulated_kernels() {
     Kernels k = kernels_of<F, NT>();
-    k.map_query = [](const MapArgs& args, int blocks, Stream) {
-        simt::emulate({blocks, 64, Maps<F, NT>::kQueryShared, emulated_seed++},
-                      [&](std::byte* shared) { Maps<F, NT>::query(args, shared); });
+    k.map_query = [](const MapArgs& args, int blocks, bool few, Stream) {
+        const auto run = [&]<bool kFew>() {
+            simt::emulate({blocks, 64, Maps<F, NT>::template kQueryShared<kFew>, emulated_seed++},
+                          [&](std::byte* shared) { Maps<F, NT>::template query<kFew>(args, shared); });
+        };
+        if (few) { run.template operator()<true>(); } else { run.template operator()<false>(); }
     };
     k.decode = [](const DecodeArgs& args, int blocks, Stream) {
         using D = DecodeFormat<F, NT>;
         simt::emulate({blocks, 32 * D::kWarps, D::kSharedSize, emulated_seed++},
                       [&](std::byte* shared) { Decode<F, NT>::run(args, shared); });
     };
-    k.map_output = [](const MapArgs& args, int blocks, bool columns_apart, Stream) {
-        const auto run = [&]<int kTogether>() {
-            simt::emulate({blocks, 64, Maps<F, NT>::template kOutputShared<kTogether>, emulated_seed++},
-                          [&](std::byte* shared) { Maps<F, NT>::template output<kTogether>(args, shared); });
+    k.map_output = [](const MapArgs& args, int blocks, bool few, Stream) {
+        const auto run = [&]<bool kFew>() {
+            simt::emulate({blocks, 64, Maps<F, NT>::template kOutputShared<kFew>, emulated_seed++},
+                          [&](std::byte* shared) { Maps<F, NT>::template output<kFew>(args, shared); });
         };
-        if (columns_apart) { run.template operator()<1>(); } else { run.template operator()<4 * NT>(); }
+        if (few) { run.template operator()<true>(); } else { run.template operator()<false>(); }
     };
     return k;
 }

@@ -210,6 +210,17 @@ bool any(bool x) {
     return m.out[lane()][0] != 0;
 }
 
+u32 ballot(bool x) {
+    Meeting& m = my_warp();
+    m.in[lane()][0] = x;
+    meet(m, "ballot", [&] {
+        u32 bits = 0;
+        for (int i = 0; i < kWarp; i++) bits |= m.in[i][0] << i;
+        for (int i = 0; i < kWarp; i++) m.out[i][0] = bits;
+    });
+    return m.out[lane()][0];
+}
+
 void mma_u8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiply(d, {a0, a1, a2, a3, b0, b1}, false, true, "mma_u8s8");
 }
@@ -266,6 +277,7 @@ float exp2_fast(float x) { return std::exp2(x); }
 float log2_fast(float x) { return std::log2(x); }
 float tanh_exact(float x) { return std::tanh(x); }
 float fma_exact(float a, float b, float c) { return std::fma(a, b, c); }
+int lowest_bit(u32 x) { return __builtin_ctz(x); }
 float whole(float x) { return std::trunc(x); }
 float max_of(float a, float b) { return std::fmax(a, b); }
 float half_low(u32 pair) { return to_float(fp16{uint16_t(pair)}); }

@@ -1,7 +1,8 @@
 // Pages of codes in a warp: integer products on codes in place, softmax, integer sums.
 //
-// K: query integers are masked with nothing undone, so field f counts 4^f; even fields carry 4 times the integer, fields
-// (0, 1) and (2, 3) have accumulators of their own, 16 apart. The centre of the digits is where the sums start.
+// K: codes are masked with nothing undone, so field f counts 4^f, and the query's integers make up for it: with 4 columns
+// even fields carry 4 times the integer, fields (0, 1) and (2, 3) have accumulators of their own, 16 apart; with more there
+// is one accumulator and an integer of 9 to 15 bits by field. Digits are centred by a multiple of a token's scale.
 // V: probability x scale as 15-bit fixed point relative to 2^top: x = 2^23 + dither + p s keeps the integer in bits
 // 8..22, and the dither (8 levels over the rows) makes the cut unbiased. `top` is raised, rarely, when p s would leave the
 // range. The integers' own sum, from one more product with ones, centres the digits: the exact sum would not do
@@ -55,13 +56,14 @@ class Coded {
     static constexpr int kTiles = D::kPlanesV / 16;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
     static constexpr int kWords = D::kCodeWords / 32;
+    static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1;  // registers for more there are not
 
   public:
-    // shared: kSharedWords of this warp. means: its entry, whose channels collect page means while pages are read
-    // (kMeansInEntry).
+    // shared, means: kSharedWords and kMeanFloats of this warp.
     CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, float softcap, int sink, const HeadConstants& head) {
         using namespace simt;
-        const int l = lane();
+        const int l = int(shuffle(u32(lane()), lane()));  // or it would be read again, slowly, for every page
+        lane_ = l;
         sync_warp();
         if constexpr (D::kQueryInRegisters) {
 #pragma unroll
@@ -88,10 +90,11 @@ class Coded {
         sync_warp();
         shared_ = shared;
         sink_ = sink;
-        means_in_entry_ = means;
+        shared_means_ = means;
         head_ = head;
         softcap_ = softcap;
         pages_ = 0;
+        unset_ = (1u << NT) - 1;
         all_from_ = sink, all_to_ = 0x7fffffff;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -99,16 +102,14 @@ class Coded {
             all_from_ = c.begin > all_from_ ? c.begin : all_from_;
             all_to_ = c.coded_end < all_to_ ? c.coded_end : all_to_;
             all_to_ = c.end < all_to_ ? c.end : all_to_;
-            top_[n] = kUnset, sum_[n] = 0, zeros_[n] = 0;
+            top_[n] = 0, sum_[n] = 0, zeros_[n] = 0;
 #pragma unroll
             for (int t = 0; t <= kTiles; t++) {
                 for (int i = 0; i < 4; i++) { acc_[n][t][i] = 0; }
             }
         }
-        if constexpr (D::kMeansInEntry) {
-            for (int c = 0; c < D::kColumns; c++) {
-                for (int i = l; i < D::kDimV; i += kWarp) { means[c * D::kStride + D::kPlanesV + i] = 0; }
-            }
+        if constexpr (D::kMeansInShared) {
+            for (int i = l; i < D::kMeanFloats; i += kWarp) { means[i] = 0; }
             sync_warp();
         } else if constexpr (F.v.mean) {
             for (auto& column : means_) {
@@ -120,9 +121,11 @@ class Coded {
     // A page in shared memory, block `index` of the sequence.
     CRUMB_DEVICE void page(const u8* p, int index) {
         using namespace simt;
-        const int r = lane() / 4, q = lane() % 4;
+        const int r = lane_ / 4, q = lane_ % 4;
         float x[NT][8], scale[8], zero[8];
         logits(p, r, q, x);
+        ValueCodes first;  // on their way while weights are made
+        if constexpr (kValuesAhead) { first = value_codes(p, 0, r, q); }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             load_scales<F.v.info>(p + D::kAt.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
@@ -143,7 +146,7 @@ class Coded {
                 u32 any_bits = 0;
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    const float weight = exp2_fast(x[n][i] - top_[n]);
+                    const float weight = exp2_fast(x[n][i]);
                     sums[n] += weight;
                     fixed[n][i] = bits_of(fma_exact(weight, scale[i], magic));
                     any_bits |= fixed[n][i];
@@ -151,6 +154,13 @@ class Coded {
                 }
                 out_of_range[n] = (any_bits & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
                 raise |= out_of_range[n];
+            }
+            if (attempt == 0 && any(unset_ != 0)) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    for (int i = 0; i < 8; i++) { out_of_range[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
+                    raise |= out_of_range[n];
+                }
             }
             if (attempt == 1 || !any(raise)) {
 #pragma unroll
@@ -162,15 +172,15 @@ class Coded {
             }
             rescale(x, scale, out_of_range);
         }
-        values(p, r, q, fixed);
+        values(p, first, r, q, fixed);
         if constexpr (F.v.mean) { add_page_mean(p, sums); }
     }
 
-    // Sums into an entry in shared memory.
+    // Sums into an entry, in shared or global memory.
     CRUMB_DEVICE void finish(float* entry) {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
-        sync_warp();  // the entry may lie where the query was
+        sync_warp();  // the entry may lie where pages were
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             float sum = sum_[n], zeros = zeros_[n];
@@ -197,7 +207,7 @@ class Coded {
             }
             if (r == 0) {
                 float* scalars = column + D::kWidth;
-                scalars[kTop] = top_[n], scalars[kSum] = sum, scalars[kCodedSum] = sum, scalars[kZeroSum] = zeros;
+                scalars[kTop] = unset_ >> n & 1 ? kUnset : top_[n], scalars[kSum] = sum, scalars[kCodedSum] = sum, scalars[kZeroSum] = zeros;
             }
         }
 #pragma unroll
@@ -209,8 +219,9 @@ class Coded {
 #pragma unroll
             for (int c = 0; c < D::kColumns; c++) {
                 Floats4& to = *reinterpret_cast<Floats4*>(entry + c * D::kStride + D::kPlanesV + channel);
-                if constexpr (D::kMeansInEntry) {
-                    to = {to.x * step.x, to.y * step.y, to.z * step.z, to.w * step.w};
+                if constexpr (D::kMeansInShared) {
+                    const Floats4 m = shared_mean(c, g);
+                    to = {m.x * step.x, m.y * step.y, m.z * step.z, m.w * step.w};
                 } else if constexpr (F.v.mean) {
                     const float* m = means_[c] + 4 * g;
                     to = {m[0] * step.x, m[1] * step.y, m[2] * step.z, m[3] * step.w};
@@ -228,7 +239,7 @@ class Coded {
             const u32* w = query_ + 4 * (n * D::kGroupsK + group);
             return {w[0], w[1], w[2], w[3]};
         } else {
-            return reinterpret_cast<const simt::Words4*>(shared_)[32 * (n * D::kGroupsK + group) + simt::lane()];
+            return reinterpret_cast<const simt::Words4*>(shared_)[32 * (n * D::kGroupsK + group) + lane_];
         }
     }
 
@@ -237,23 +248,24 @@ class Coded {
             const u32* w = query_ + D::kTailAt / 32 + 2 * n;
             return {w[0], w[1]};
         } else {
-            return reinterpret_cast<const simt::Words2*>(shared_ + D::kTailAt)[32 * n + simt::lane()];
+            return reinterpret_cast<const simt::Words2*>(shared_ + D::kTailAt)[32 * n + lane_];
         }
     }
 
     CRUMB_DEVICE simt::Words4 query_mean(int n, int group) const {
-        return reinterpret_cast<const simt::Words4*>(shared_ + D::kSharedMeanAt)[32 * (n * (D::kDimK / 64) + group) + simt::lane()];
+        return reinterpret_cast<const simt::Words4*>(shared_ + D::kSharedMeanAt)[32 * (n * (D::kDimK / 64) + group) + lane_];
     }
 
     CRUMB_DEVICE const QueryColumn& column(int n) const {
-        return reinterpret_cast<const QueryColumn*>(shared_ + D::kSharedColumnAt)[4 * n + simt::lane() % 4];
+        return reinterpret_cast<const QueryColumn*>(shared_ + D::kSharedColumnAt)[4 * n + lane_ % 4];
     }
 
+    // Relative to top_.
     CRUMB_DEVICE void logits(const u8* p, int r, int q, float (&x)[NT][8]) {
         using namespace simt;
         float offset[NT];
 #pragma unroll
-        for (int n = 0; n < NT; n++) { offset[n] = column(n).offset; }
+        for (int n = 0; n < NT; n++) { offset[n] = column(n).offset - top_[n]; }
         if constexpr (F.k.mean) {
             int dot[NT][4] = {};
 #pragma unroll
@@ -273,24 +285,19 @@ class Coded {
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int high[NT][2][4], low[NT][2][4];  // fields 2, 3; fields 0, 1, which count a sixteenth
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    high[n][t][0] = high[n][t][2] = 0;
-                    high[n][t][1] = high[n][t][3] = -column(n).centre;
-                    for (int i = 0; i < 4; i++) { low[n][t][i] = 0; }
-                }
-            }
+            float scale[4], zero[4];
+            load_scales<F.k.info>(p + D::kAt.key_info, half, r, head_.k_reference_log2, scale, zero);
+            // Two products of 16 tokens. A fine query: fields 2, 3 apart from fields 0, 1, which count a sixteenth.
+            int high[NT][2][4] = {}, low[NT][2][4] = {};
 #pragma unroll
             for (int g = 0; g < D::kGroupsK; g++) {
                 const Words4 c = *reinterpret_cast<const Words4*>(p + key_load(D::kPlanesK, half, g, r, q));
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const Words4 w = query_words(n, g);
-                    mma_u8s8(low[n][0], field(c.x, 0), field(c.y, 0), field(c.x, 1), field(c.y, 1), w.x, w.y);
-                    mma_u8s8(low[n][1], field(c.z, 0), field(c.w, 0), field(c.z, 1), field(c.w, 1), w.x, w.y);
+                    int (&first)[2][4] = D::kFineQuery ? low[n] : high[n];
+                    mma_u8s8(first[0], field(c.x, 0), field(c.y, 0), field(c.x, 1), field(c.y, 1), w.x, w.y);
+                    mma_u8s8(first[1], field(c.z, 0), field(c.w, 0), field(c.z, 1), field(c.w, 1), w.x, w.y);
                     mma_u8s8(high[n][0], field(c.x, 2), field(c.y, 2), field(c.x, 3), field(c.y, 3), w.z, w.w);
                     mma_u8s8(high[n][1], field(c.z, 2), field(c.w, 2), field(c.z, 3), field(c.w, 3), w.z, w.w);
                 }
@@ -302,23 +309,24 @@ class Coded {
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const Words2 w = query_tail(n);
-                    mma_u8s8(low[n][0], x0.first, x1.first, x0.second, x1.second, w.x, w.y);
-                    mma_u8s8(low[n][1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
+                    int (&tail)[2][4] = D::kFineQuery ? low[n] : high[n];
+                    mma_u8s8(tail[0], x0.first, x1.first, x0.second, x1.second, w.x, w.y);
+                    mma_u8s8(tail[1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
                 }
             }
-            float scale[4], zero[4], unit[NT], ones[NT];
-            load_scales<F.k.info>(p + D::kAt.key_info, half, r, head_.k_reference_log2, scale, zero);
 #pragma unroll
-            for (int n = 0; n < NT; n++) { unit[n] = column(n).unit, ones[n] = column(n).ones; }
+            for (int n = 0; n < NT; n++) {
+                const QueryColumn& own = column(n);
+                const float unit = own.unit, ones = own.ones, centre = own.centre;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int t = e / 2, i = 2 * (e % 2);
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const int total = 256 * (high[n][t][i] + 16 * low[n][t][i]) + high[n][t][i + 1] + 16 * low[n][t][i + 1];
+                for (int e = 0; e < 4; e++) {
+                    const int t = e / 2, i = 2 * (e % 2);
+                    const int total = D::kFineQuery ? 256 * (high[n][t][i] + 16 * low[n][t][i]) + high[n][t][i + 1] + 16 * low[n][t][i + 1]
+                                                    : 256 * high[n][t][i] + high[n][t][i + 1];
+                    const float step = scale[e] * unit;
                     float base = offset[n];
-                    if constexpr (F.k.info == SideInfo::scale_zero) { base = fma_exact(zero[e], ones[n], base); }
-                    x[n][4 * half + e] = fma_exact(float(total), scale[e] * unit[n], base);
+                    if constexpr (F.k.info == SideInfo::scale_zero) { base = fma_exact(zero[e], ones, base); }
+                    x[n][4 * half + e] = fma_exact(float(total), step, fma_exact(-centre, step, base));
                 }
             }
         }
@@ -327,7 +335,7 @@ class Coded {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int i = 0; i < 8; i++) { x[n][i] = softcap_ * tanh_exact(x[n][i] * inverse); }
+                for (int i = 0; i < 8; i++) { x[n][i] = fma_exact(softcap_, tanh_exact((x[n][i] + top_[n]) * inverse), -top_[n]); }
             }
         }
     }
@@ -363,7 +371,7 @@ class Coded {
     // Raises the top of columns by whole octaves: sums scale by powers of two, accumulators shift. 256 pages add at most
     // 2^30 to an accumulator, so a shift by one where some exceed 2^29 keeps all below 2^31. Only columns that need it
     // change, so that a column's bits do not depend on its neighbours.
-    CRUMB_DEVICE void rescale(const float (&x)[NT][8], const float (&scale)[8], const bool (&out_of_range)[NT]) {
+    CRUMB_DEVICE void rescale(float (&x)[NT][8], const float (&scale)[8], const bool (&out_of_range)[NT]) {
         using namespace simt;
         float factors[NT];
 #pragma unroll
@@ -382,16 +390,17 @@ class Coded {
 #pragma unroll
             for (int o = 4; o < 32; o *= 2) { want = max_of(want, shuffle_xor(want, o)); }
             factors[n] = 1;
-            const float top = ceilf(want) - 21.0f;  // the largest p s becomes 2^20 .. 2^21 of 2^23
-            if (top_[n] == kUnset) {
-                top_[n] = want > kUnset ? top : kUnset;
-                continue;
-            }
-            const float step = max_of(needs & 1 && want > kUnset ? top - top_[n] : 0.0f, needs & 2 ? 1.0f : 0.0f);
-            if (!(step > 0)) { continue; }
+            const bool unset = unset_ >> n & 1;
+            float step = ceilf(want) - 21.0f;  // the largest p s becomes 2^20 .. 2^21 of 2^23
+            if (!(needs & 1 && want > kUnset)) { step = 0; }
+            if (!unset) { step = max_of(step, needs & 2 ? 1.0f : 0.0f); }
+            if (needs & 1 && want > kUnset) { unset_ &= ~(1u << n); }
+            top_[n] += step;
+#pragma unroll
+            for (int i = 0; i < 8; i++) { x[n][i] -= step; }
+            if (unset || !(step > 0)) { continue; }
             const int shift = step < 60 ? int(step) : 60;
             factors[n] = exp2_fast(-step);
-            top_[n] += step;
             sum_[n] *= factors[n], zeros_[n] *= factors[n];
 #pragma unroll
             for (int t = 0; t <= kTiles; t++) {
@@ -408,9 +417,9 @@ class Coded {
                 const float factor = shuffle(factors[c / 4], c % 4);
 #pragma unroll
                 for (int g = 0; g < kMeanGroups; g++) {
-                    if constexpr (D::kMeansInEntry) {
+                    if constexpr (D::kMeansInShared) {
                         if (128 * g + 4 * lane() < D::kDimV) {
-                            Floats4& m = mean_in_entry(c, g);
+                            Floats4& m = shared_mean(c, g);
                             m = {m.x * factor, m.y * factor, m.z * factor, m.w * factor};
                         }
                     } else {
@@ -421,7 +430,23 @@ class Coded {
         }
     }
 
-    CRUMB_DEVICE void values(const u8* p, int r, int q, const u32 (&fixed)[NT][8]) {
+    // Codes of 32 tokens in full groups of planes, as a lane reads them.
+    struct ValueCodes {
+        simt::Words2 first[D::kGroupsV > 0 ? D::kGroupsV : 1], second[D::kGroupsV > 0 ? D::kGroupsV : 1];
+    };
+    CRUMB_DEVICE static ValueCodes value_codes(const u8* p, int half, int r, int q) {
+        using namespace simt;
+        ValueCodes codes;
+        const u8* at = p + D::kAt.value_codes;
+#pragma unroll
+        for (int g = 0; g < D::kGroupsV; g++) {
+            codes.first[g] = *reinterpret_cast<const Words2*>(at + value_load(D::kPlanesV, half, g, 0, r, q));
+            codes.second[g] = *reinterpret_cast<const Words2*>(at + value_load(D::kPlanesV, half, g, 1, r, q));
+        }
+        return codes;
+    }
+
+    CRUMB_DEVICE void values(const u8* p, const ValueCodes& first, int r, int q, const u32 (&fixed)[NT][8]) {
         using namespace simt;
         const u8* codes = p + D::kAt.value_codes;
         constexpr u32 kOnes = 0x01010101u;
@@ -434,10 +459,10 @@ class Coded {
                 b[n] = weight_operand(four, q);
                 mma_u8u8(acc_[n][kTiles], kOnes, kOnes, kOnes, kOnes, b[n].first, b[n].second);
             }
+            const ValueCodes own = kValuesAhead && half == 0 ? first : value_codes(p, half, r, q);
 #pragma unroll
             for (int g = 0; g < D::kGroupsV; g++) {
-                const Words2 c = *reinterpret_cast<const Words2*>(codes + value_load(D::kPlanesV, half, g, 0, r, q));
-                const Words2 d = *reinterpret_cast<const Words2*>(codes + value_load(D::kPlanesV, half, g, 1, r, q));
+                const Words2 c = own.first[g], d = own.second[g];
 #pragma unroll
                 for (int f = 0; f < 4; f++) {
                     const u32 a0 = fields_to(c.x, f), a1 = fields_to(c.y, f), a2 = fields_to(d.x, f), a3 = fields_to(d.y, f);
@@ -483,8 +508,8 @@ class Coded {
             for (int i = 0; i < 4; i++) { mean[i] = float(int8_t(word >> (8 * i))); }
 #pragma unroll
             for (int c = 0; c < D::kColumns; c++) {
-                if constexpr (D::kMeansInEntry) {
-                    Floats4& m = mean_in_entry(c, g);
+                if constexpr (D::kMeansInShared) {
+                    Floats4& m = shared_mean(c, g);
                     m = {fma_exact(weight[c], mean[0], m.x), fma_exact(weight[c], mean[1], m.y),
                          fma_exact(weight[c], mean[2], m.z), fma_exact(weight[c], mean[3], m.w)};
                 } else {
@@ -495,20 +520,21 @@ class Coded {
         }
     }
 
-    CRUMB_DEVICE simt::Floats4& mean_in_entry(int column, int group) const {
-        return *reinterpret_cast<simt::Floats4*>(means_in_entry_ + column * D::kStride + D::kPlanesV + 128 * group + 4 * simt::lane());
+    CRUMB_DEVICE simt::Floats4& shared_mean(int column, int group) const {
+        return *reinterpret_cast<simt::Floats4*>(shared_means_ + column * D::kDimV + 128 * group + 4 * simt::lane());
     }
 
     u32 query_[D::kQueryInRegisters ? kWords : 1];
     const u32* shared_;
-    float* means_in_entry_;
+    float* shared_means_;
     HeadConstants head_;
     float softcap_;
     int sink_, all_from_, all_to_;  // tokens that all columns of the lane see
     int acc_[NT][kTiles + 1][4];
     float top_[NT], sum_[NT], zeros_[NT];
-    float means_[F.v.mean && !D::kMeansInEntry ? D::kColumns : 1][4 * kMeanGroups];
-    int pages_;
+    u32 unset_;  // bit n: no token has set top_[n]
+    float means_[F.v.mean && !D::kMeansInShared ? D::kColumns : 1][4 * kMeanGroups];
+    int pages_, lane_;
 };
 
 }  // namespace crumb::cuda

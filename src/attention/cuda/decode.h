@@ -3,8 +3,8 @@
 // Loads. Every warp has a ring of pages in shared memory, filled by copies that run ahead of the arithmetic across the
 // borders of records: no barrier of the block in the main loop. Exact tokens are read in place. The first copies start
 // before the previous kernel has ended: it is map_query(), which writes nothing that they read.
-// Merge. A segment that a warp does alone is written out at once. Of the others, a warp leaves its last one in shared memory
-// and an earlier one, which began in another warp, in `scratch`; when all warps are done the block adds up what they have of
+// Merge. A segment that a warp does alone is written out at once. Of the others, a warp leaves its last one in its ring and
+// an earlier one, which began in another warp, in `scratch`; when all warps are done the block adds up what they have of
 // a segment. If other blocks have parts of it, the sum goes to `partials`, and map_output() adds the parts, in ascending
 // order. So nobody waits for anybody: no input and no order of blocks can hang the kernel, and two runs give the same bits.
 // (A last block that counts or polls its way to the parts takes 2 to 3 us longer than the next kernel, which has to be
@@ -92,7 +92,7 @@ class Ring {
             next_ = record.next;
             item_ = base_ = record.first;
             end_ = record.coded_end;
-            ids_at_ = a_.coded_ids + record.first_id;
+            ids_at_ = a_.coded_ids + record.tile.sequence * a_.ids_stride + record.tile.coded_first;
             head_ = a_.coded + size_t(head_of % a_.n_head_kv) * D::kPageBytes;
             if (item_ < end_) { return true; }
         }
@@ -147,6 +147,7 @@ struct Piece {
 template <PageFormat F, int NT>
 class Decode {
     using D = DecodeFormat<F, NT>;
+    static constexpr u32 kExactBytes = u32(kPageTokens) * (D::kDimK + D::kDimV) * 2;
 
   public:
     CRUMB_DEVICE static void run(const DecodeArgs& a, std::byte* shared_bytes) {
@@ -154,26 +155,21 @@ class Decode {
         u8* const shared = reinterpret_cast<u8*>(shared_bytes);
         Piece* const pieces = reinterpret_cast<Piece*>(shared + D::kWarps * D::kWarpBytes);  // [warp][2]
         u8* const mine = shared + warp() * D::kWarpBytes;
-        float* const entry = entry_of(shared, warp());
-        u32* const query = D::kQueryInEntry ? reinterpret_cast<u32*>(entry) : reinterpret_cast<u32*>(entry + D::kEntryFloats);
-        u64* const barriers = reinterpret_cast<u64*>(mine + D::kWarpBytes - 8 * D::kStages);
         if (lane() == 0) { pieces[2 * warp()].segment = pieces[2 * warp() + 1].segment = -1; }
 
         int at = block() * D::kWarps + warp();
-        Ring<F, NT> ring(a, mine, barriers, at);
+        Ring<F, NT> ring(a, mine, reinterpret_cast<u64*>(mine + D::kBarriersAt), at);
         wait_for_previous();
         launch_next();
         while (at >= 0 && a.records[at].segment >= 0) {
-            const WorkRecord record = a.records[at];
-            sums(a, record, ring, query, entry);
+            const WorkRecord& record = a.records[at];
             const bool last = record.next < 0;
-            if (record.whole) {
-                copy_entry(entry, a.merged + size_t(record.segment) * D::kEntryFloats);
-            } else {
-                if (!last) { copy_entry(entry, scratch_of(a, warp())); }
-                if (lane() == 0) {
-                    pieces[2 * warp() + last] = {record.segment, record.first_block, record.last_block, 0};
-                }
+            float* const entry = record.whole ? a.merged + size_t(record.segment) * D::kEntryFloats
+                                 : last       ? entry_of(shared, warp())
+                                              : scratch_of(a, warp());
+            sums(a, record, ring, mine, entry);
+            if (!record.whole && lane() == 0) {
+                pieces[2 * warp() + last] = {record.segment, record.first_block, record.last_block, 0};
             }
             at = record.next;
         }
@@ -183,22 +179,25 @@ class Decode {
 
   private:
     CRUMB_DEVICE static float* entry_of(u8* shared, int warp) {
-        return reinterpret_cast<float*>(shared + warp * D::kWarpBytes + D::kRingBytes);
+        return reinterpret_cast<float*>(shared + warp * D::kWarpBytes);
     }
     CRUMB_DEVICE static float* scratch_of(const DecodeArgs& a, int warp) {
         return a.scratch + (size_t(simt::block()) * D::kWarps + warp) * D::kEntryFloats;
     }
 
     // One record's sums into `entry`.
-    CRUMB_DEVICE static void sums(const DecodeArgs& a, const WorkRecord& record, Ring<F, NT>& ring, u32* shared_query,
-                                  float* entry) {
-        const int head_of = record.segment / a.column_blocks, head = head_of % a.n_head_kv;
-        const TileWork tile = a.tiles[head_of / a.n_head_kv];
+    CRUMB_DEVICE static void sums(const DecodeArgs& a, const WorkRecord& record, Ring<F, NT>& ring, u8* mine, float* entry) {
+        const TileWork& tile = record.tile;
+        const int head = record.segment / a.column_blocks % a.n_head_kv, coded_end = record.coded_end;
         const u32* query = a.queries + size_t(record.segment) * D::kQueryWords;
-        const int coded_end = record.coded_end;
+        const u8* const windows = a.exact + size_t(head) * kExactBytes;
+        const u32* const ids = a.exact_ids + tile.sequence * a.ids_stride;
+        constexpr int kItems = kPageTokens / kExactTokens;
+        const auto window = [&](int item) { return ids[tile.exact_group(item - tile.n_coded) / kItems]; };
         if (record.first < coded_end) {
             Coded<F, NT> coded;
-            coded.begin(query, shared_query, entry, a.softcap, a.sink, a.heads[head]);
+            coded.begin(query, reinterpret_cast<u32*>(mine + D::kQueryAt), reinterpret_cast<float*>(mine + D::kMeansAt), a.softcap,
+                        a.sink, a.heads[head]);
 #pragma unroll 1
             for (int i = record.first; i < coded_end; i++) {
                 coded.page(ring.wait(), tile.coded_first + i);
@@ -207,57 +206,54 @@ class Decode {
             coded.finish(entry);
         }
         if (record.end > tile.n_coded) {
-            const u32* ids = a.exact_ids + tile.sequence * a.ids_stride;
-            const u8* records = a.exact + size_t(head) * kPageTokens * (D::kDimK + D::kDimV) * 2;
             Exact<F, NT> exact;
             exact.begin(query, a.softcap, a.sink);
+            const auto group = [&](int item) { return tile.exact_group(item - tile.n_coded); };
+            int i = most(record.first, tile.n_coded);
+            const u8* block = windows + (i == record.first ? record.ids[0] : window(i)) * a.exact_stride;
+            u32 id = i + 1 < record.end ? window(i + 1) : 0;
+            exact.first(block, group(i));
 #pragma unroll 1
-            for (int i = most(record.first, tile.n_coded); i < record.end; i++) {
-                const int group = tile.exact_group(i - tile.n_coded);
-                exact.item(records + size_t(ids[group / (kPageTokens / kExactTokens)]) * a.exact_stride, group);
+            for (; i < record.end; i++) {
+                const u8* const next = i + 1 < record.end ? windows + id * a.exact_stride : nullptr;
+                id = i + 2 < record.end ? window(i + 2) : 0;
+                exact.item(block, group(i), next, group(i + 1));
+                block = next;
             }
             exact.finish(entry, record.first < coded_end);
         }
     }
 
-    CRUMB_DEVICE static void copy_entry(const float* from, float* to) {
-        using namespace simt;
-        sync_warp();
-        for (int i = lane(); i < D::kEntryFloats / 4; i += kWarp) {
-            reinterpret_cast<Floats4*>(to)[i] = reinterpret_cast<const Floats4*>(from)[i];
-        }
-        sync_warp();
-    }
-
-    // Pieces of a segment are neighbours: warps are in the order of the work.
+    // Every warp looks at all pieces at once: lane i at piece i.
     CRUMB_DEVICE static void merge(const DecodeArgs& a, u8* shared, const Piece* pieces) {
+        using namespace simt;
+        static_assert(2 * D::kWarps <= kWarp);
+        const Piece own = pieces[lane() < 2 * D::kWarps ? lane() : 0];
+        u32 left = ballot(lane() < 2 * D::kWarps && own.segment >= 0);
 #pragma unroll 1
-        for (int i = 0; i < 2 * D::kWarps;) {
-            const Piece piece = pieces[i];
-            if (piece.segment < 0) {
-                i++;
-                continue;
-            }
-            int end = i + 1;
-            while (end < 2 * D::kWarps && (pieces[end].segment < 0 || pieces[end].segment == piece.segment)) { end++; }
-            const bool alone = piece.first_block == piece.last_block;
-            float* const to = alone ? a.merged + size_t(piece.segment) * D::kEntryFloats
-                                    : partial_of<D>(a.partials, simt::block(), piece.first_block);
-            add_pieces(a, shared, pieces, i, end, to);
-            i = end;
+        while (left != 0) {
+            const int one = lowest_bit(left), segment = int(shuffle(u32(own.segment), one));
+            const int first_block = int(shuffle(u32(own.first_block), one)), last_block = int(shuffle(u32(own.last_block), one));
+            const u32 members = ballot(left >> lane() & 1 && own.segment == segment);
+            add_pieces(a, shared, members,
+                       first_block == last_block ? a.merged + size_t(segment) * D::kEntryFloats
+                                                 : partial_of<D>(a.partials, block(), first_block));
+            left &= ~members;
         }
     }
 
-    CRUMB_DEVICE static void add_pieces(const DecodeArgs& a, u8* shared, const Piece* pieces, int first, int end, float* to) {
+    CRUMB_DEVICE static void add_pieces(const DecodeArgs& a, u8* shared, u32 members, float* to) {
         using namespace simt;
         constexpr int kQuads = D::kWidth / 4 + 1;  // the last one is the scalars
-        const auto part = [&](int k) -> const float* {
-            if (pieces[k].segment < 0) { return nullptr; }
-            return k % 2 ? entry_of(shared, k / 2) : scratch_of(a, k / 2);
-        };
         for (int i = thread(); i < D::kColumns * kQuads; i += n_threads()) {
             const int column = i / kQuads, x = 4 * (i % kQuads);
-            PartialSum s = PartialSum::of<D>(first, 1, end, column, x, part);
+            u32 left = members;
+            PartialSum s = PartialSum::of<D>(column, x, [&]() -> const float* {
+                if (left == 0) { return nullptr; }
+                const int k = lowest_bit(left);
+                left &= left - 1;
+                return k % 2 ? entry_of(shared, k / 2) : scratch_of(a, k / 2);
+            });
             if (x == D::kWidth) { s.sum.x = s.top; }
             *reinterpret_cast<Floats4*>(to + column * D::kStride + x) = s.sum;
         }

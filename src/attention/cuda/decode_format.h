@@ -6,9 +6,9 @@
 //
 // Query record, 32-bit words, one a (tile, KV head, block of columns); map_query() writes it, words of lane 4 r + q belong
 // to column 4 n + r / 2, high bytes for even r, low bytes for odd r:
-//   codes  [NT][G][32][4]  q' = q B as 16-bit integers: planes 64 g + 16 f + 4 q + byte of field f = word; even fields
-//                          hold 4 times the integer, because codes are masked in place and count 4^f
-//   tail   [NT][32][2]     planes 64 G + 16 word + 4 q + byte, times 4
+//   codes  [NT][G][32][4]  q' = q B as 16-bit integers: planes 64 g + 16 f + 4 q + byte of field f = word. Codes are masked
+//                          in place and count 4^f, which the integers make up for: see kFineQuery
+//   tail   [NT][32][2]     planes 64 G + 16 word + 4 q + byte
 //   means  [NT][D_k / 64][32][4]  q times the static steps of K's page mean: channels 64 i + 16 q + 4 word + byte
 //   exact  [NT][D_k / 16][32][2]  q in BF16: channels 16 s + 2 q + 8 word + {0, 1}; the low part is what rounding left
 //   column [4 NT][8]       QueryColumn
@@ -52,7 +52,7 @@ struct alignas(16) QueryColumn {
     float ones;       // of one unit of zero
     float offset;     // the static key mean
     float mean_unit;  // of one step of the page mean
-    int centre;       // 1.5 x the sum of the integers, which makes digits centred
+    float centre;     // 1.5 x the sum of the integers, which makes digits centred
     int begin, coded_end, end;  // of its row
 };
 static_assert(sizeof(QueryColumn) == 32);
@@ -82,30 +82,42 @@ struct DecodeFormat {
     static constexpr int kColumnAt = kExactAt + kExactWords;
     static constexpr int kQueryWords = kColumnAt + kColumns * 8;
 
+    // 4 columns: 14 bits a plane; fields (0, 1) and (2, 3) are summed apart, and even ones hold 4 times the integer. More
+    // columns: all fields are summed together, which leaves 9 bits to field 3 and 15 to field 0 and saves a tenth of the
+    // instructions.
+    static constexpr bool kFineQuery = NT == 1;
     // The query in registers where that is at most 8 of them, else in shared memory; its scalars always there.
     static constexpr bool kQueryInRegisters = kCodeWords / 32 <= 8;
     static constexpr int kSharedMeanAt = kQueryInRegisters ? 0 : kCodeWords;
     static constexpr int kSharedColumnAt = kSharedMeanAt + kMeanWords;
     static constexpr int kSharedWords = kSharedColumnAt + kColumns * 8;
-    // Page means of V are summed up in registers (16 of them for 4 columns of 128 channels), or in the entry's channels.
-    static constexpr bool kMeansInEntry = F.v.mean && kColumns * ((kDimV + 127) / 128) > 4;
-    // Otherwise nothing of the entry is written before the query is done with, so they share a place.
-    static constexpr bool kQueryInEntry = !kMeansInEntry && kSharedWords <= kEntryFloats;
-    static constexpr u32 kQueryBytes = kQueryInEntry ? 0 : u32(kSharedWords) * 4;
+    // Page means of V are summed up in registers, 16 of them for 4 columns of 128 channels, or else in shared memory.
+    static constexpr bool kMeansInShared = F.v.mean && kColumns * ((kDimV + 127) / 128) > 4;
+    static constexpr int kMeanFloats = kMeansInShared ? kColumns * kDimV : 0;
 
-    // 9 KB of pages on their way a warp are enough (measured: more only lengthens the queue).
-    static constexpr int kStages = kPageBytes >= 4096 ? 2 : kPageBytes >= 2816 ? 3 : 4;
+    // 9 KB of pages on their way a warp are enough (measured: more only lengthens the queue). When its last page has been
+    // read, a warp leaves its sums in the ring.
+    static constexpr int stages() {
+        int n = kPageBytes >= 4096 ? 2 : kPageBytes >= 2816 ? 3 : 4;
+        while (n * kPageBytes < kEntryFloats * 4) { n++; }
+        return n;
+    }
+    static constexpr int kStages = stages();
     static constexpr u32 kRingBytes = kStages * kPageBytes;
-    static constexpr u32 kWarpBytes = (kRingBytes + kEntryFloats * 4 + kQueryBytes + kStages * 8 + 127) / 128 * 128;
+    static constexpr u32 kQueryAt = kRingBytes, kMeansAt = kQueryAt + kSharedWords * 4, kBarriersAt = kMeansAt + kMeanFloats * 4;
+    static constexpr u32 kWarpBytes = (kBarriersAt + kStages * 8 + 127) / 128 * 128;
     static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
-    static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);  // registers
-    static constexpr int kWanted = kLargeSums <= 76 ? 12 : 8;
+    // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8.
+    static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);
+    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > 76;
+    static constexpr int kWanted = kSmall ? 16 : kLarge ? 8 : 12;
     static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
     static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps;
 
     static constexpr u32 kCodedUnits = (kPageBytes + 127) / 128;
-    static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * 2 / 128;
+    // Exact tokens are read in place, which takes a warp with few columns twice as long as their bytes would.
+    static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * (NT == 1 ? 4 : 2) / 128;
 };
 
 // A block's part of a segment that several have parts of: [blocks][2][kEntryFloats], one for the segment that it begins.

@@ -11,8 +11,10 @@ template <PageFormat F, int NT>
 class Exact {
     using D = DecodeFormat<F, NT>;
     static constexpr int kTiles = D::kDimV / 16;
-    static constexpr int kGroups = D::kDimV / 64;                 // of V's channels
-    static constexpr int kAhead = kGroups <= 2 ? kGroups : 0;     // of them are loaded together with K
+    static constexpr int kSteps = D::kDimK / 16;
+    static constexpr int kGroups = D::kDimV / 64;  // of V's channels
+    // Where there are registers for it, items are asked for one ahead.
+    static constexpr int kAhead = kGroups <= 2 && kSteps <= 8 && NT == 1 ? kGroups : 0;
 
     struct Rows {  // 64 channels of the lane's four tokens
         simt::Words4 token[4];
@@ -36,17 +38,21 @@ class Exact {
         }
     }
 
-    // Tokens 16 group .. of the sequence; `record` is their block's page of this KV head.
-    CRUMB_DEVICE void item(const u8* record, int group) {
+    // Asks for the first item: tokens 16 group .. of the sequence; `record` is their block's page of this KV head.
+    CRUMB_DEVICE void first(const u8* record, int group) {
+        if constexpr (kAhead > 0) {
+            load_keys(record, group);
+            load_values(record, group);
+        }
+    }
+
+    // An item, and the next one is asked for as soon as there is room for it; null: there is none.
+    CRUMB_DEVICE void item(const u8* record, int group, const u8* next, int next_group) {
         using namespace simt;
-        const int r = lane() / 4, q = lane() % 4;
-        const int slot = kExactTokens * (group % (kPageTokens / kExactTokens));  // in the block
-        const u8* const v = record + size_t(kPageTokens) * D::kDimK * 2 + size_t(slot + 4 * q) * D::kDimV * 2 + 16 * r;
-        Rows rows[kAhead > 0 ? kAhead : 1];
-#pragma unroll
-        for (int g = 0; g < kAhead; g++) { rows[g] = load(v, g); }
+        const int q = lane() % 4, r = lane() / 4;
         float c[NT][4];
-        keys(record, slot, r, q, c);
+        keys(record, group, c);
+        if (kAhead > 0 && next) { load_keys(next, next_group); }
 
         float x[NT][2];
         bool unseen = false;
@@ -74,14 +80,15 @@ class Exact {
             }
         }
         if (any(unseen)) {
-            values_masked(v, rows, group, q, b);
+            values_masked(record, group, q, b);
         } else {
             const bool all[NT] = {};
-            values<false>(v, rows, q, b, 0, 0, 0, 0, all);
+            values<false>(record, q, b, group, 0, 0, 0, all);
         }
+        if (kAhead > 0 && next) { load_values(next, next_group); }
     }
 
-    // Adds to an entry in shared memory, or makes it.
+    // Adds to an entry, or makes it.
     CRUMB_DEVICE void finish(float* entry, bool has_coded) {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
@@ -92,22 +99,28 @@ class Exact {
             for (int o = 4; o < 32; o *= 2) { sum += shuffle_xor(sum, o); }
             float* column = entry + (4 * n + q) * D::kStride;
             float* scalars = column + D::kWidth;
-            const float old_top = has_coded ? scalars[kTop] : kUnset;
-            const float top = old_top > top_[n] ? old_top : top_[n];
-            const float old_factor = has_coded ? exp2_fast(old_top - top) : 0.0f, factor = exp2_fast(top_[n] - top);
-            const float coded = has_coded ? scalars[kCodedSum] * old_factor : 0.0f;
-            const float zeros = has_coded ? scalars[kZeroSum] * old_factor : 0.0f;
-            const float total = fma_exact(sum, factor, has_coded ? scalars[kSum] * old_factor : 0.0f);
+            // All that is there is asked for before anything is written: it may lie in global memory.
+            Floats4 old = {kUnset, 0, 0, 0};
+            float planes[D::kPlanesV / 8] = {};
+            Floats2 channels[kTiles] = {};
+            if (has_coded) {
+                old = *reinterpret_cast<const Floats4*>(scalars);
+#pragma unroll
+                for (int p = 0; p < D::kPlanesV / 8; p++) { planes[p] = column[8 * p + r]; }
+#pragma unroll
+                for (int t = 0; t < kTiles; t++) { channels[t] = *reinterpret_cast<const Floats2*>(column + channel(t, r)); }
+            }
+            const float top = old.x > top_[n] ? old.x : top_[n];
+            const float old_factor = exp2_fast(old.x - top), factor = exp2_fast(top_[n] - top);
+            const float coded = old.z * old_factor, zeros = old.w * old_factor, total = fma_exact(sum, factor, old.y * old_factor);
             sync_warp();
-            for (int p = r; p < D::kPlanesV; p += 8) { column[p] = has_coded ? column[p] * old_factor : 0.0f; }
+#pragma unroll
+            for (int p = 0; p < D::kPlanesV / 8; p++) { column[8 * p + r] = planes[p] * old_factor; }
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float& at = column[D::kPlanesV + 64 * (t / 4) + 8 * r + 2 * (t % 4) + i];
-                    const float value = acc_[n][t][2 * i] + acc_[n][t][2 * i + 1];
-                    at = fma_exact(value, factor, has_coded ? at * old_factor : 0.0f);
-                }
+                *reinterpret_cast<Floats2*>(column + channel(t, r)) = {
+                    fma_exact(acc_[n][t][0] + acc_[n][t][1], factor, channels[t].x * old_factor),
+                    fma_exact(acc_[n][t][2] + acc_[n][t][3], factor, channels[t].y * old_factor)};
             }
             if (r == 0) { scalars[kTop] = top, scalars[kSum] = total, scalars[kCodedSum] = coded, scalars[kZeroSum] = zeros; }
         }
@@ -115,37 +128,57 @@ class Exact {
     }
 
   private:
+    // Where the lane's two channels of a tile lie in an entry.
+    CRUMB_DEVICE static int channel(int t, int r) { return D::kPlanesV + 64 * (t / 4) + 8 * r + 2 * (t % 4); }
+
     CRUMB_DEVICE bool visible(int j, int begin, int coded_end, int end) const {
         return begin <= j && j < end && (j < sink_ || j >= coded_end);
     }
 
-    CRUMB_DEVICE void keys(const u8* record, int slot, int r, int q, float (&c)[NT][4]) const {
+    static constexpr int kTokensOfBlock = kPageTokens / kExactTokens;
+
+    CRUMB_DEVICE static const u32* keys_at(const u8* record, int group) {
+        const int slot = kExactTokens * (group % kTokensOfBlock), r = simt::lane() / 4, q = simt::lane() % 4;
+        return reinterpret_cast<const u32*>(record) + (2 * q * kPageTokens + slot) / 2 + r;
+    }
+    CRUMB_DEVICE static const u8* values_at(const u8* record, int group) {
+        const int slot = kExactTokens * (group % kTokensOfBlock), r = simt::lane() / 4, q = simt::lane() % 4;
+        return record + size_t(kPageTokens) * D::kDimK * 2 + size_t(slot + 4 * q) * D::kDimV * 2 + 16 * r;
+    }
+
+    CRUMB_DEVICE void load_keys(const u8* record, int group) {
+        const u32* k = keys_at(record, group);
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) { keys_[s] = load(k, s); }
+    }
+    CRUMB_DEVICE void load_values(const u8* record, int group) {
+        const u8* v = values_at(record, group);
+#pragma unroll
+        for (int g = 0; g < kAhead; g++) { values_[g] = load(v, g); }
+    }
+
+    // 16 channels of K.
+    CRUMB_DEVICE static simt::Words4 load(const u32* k, int s) {
+        const auto word = [&](int i) { return simt::load_once(k + (16 * s + 8 * (i / 2) + i % 2) * (kPageTokens / 2)); };
+        return {word(0), word(1), word(2), word(3)};
+    }
+
+    CRUMB_DEVICE void keys(const u8* record, int group, float (&c)[NT][4]) const {
         using namespace simt;
-        const u32* k = reinterpret_cast<const u32*>(record) + (2 * q * kPageTokens + slot) / 2 + r;
+        const u32* k = keys_at(record, group);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             for (int i = 0; i < 4; i++) { c[n][i] = 0; }
         }
-        constexpr int kAtOnce = 8;  // loads on their way: 8 x 4
+#pragma unroll 8
+        for (int s = 0; s < kSteps; s++) {
+            const Words4 w = kAhead > 0 ? keys_[kAhead > 0 ? s : 0] : load(k, s);
+            const u32 a0 = permute_bytes(w.x, w.y, 0x5410), a1 = permute_bytes(w.x, w.y, 0x7632);
+            const u32 a2 = permute_bytes(w.z, w.w, 0x5410), a3 = permute_bytes(w.z, w.w, 0x7632);
 #pragma unroll
-        for (int s0 = 0; s0 < D::kDimK / 16; s0 += kAtOnce) {
-            u32 w[kAtOnce][4];
-#pragma unroll
-            for (int s = 0; s < kAtOnce && s0 + s < D::kDimK / 16; s++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    w[s][i] = load_once(k + (16 * (s0 + s) + 8 * (i / 2) + i % 2) * (kPageTokens / 2));
-                }
-            }
-#pragma unroll
-            for (int s = 0; s < kAtOnce && s0 + s < D::kDimK / 16; s++) {
-                const u32 a0 = permute_bytes(w[s][0], w[s][1], 0x5410), a1 = permute_bytes(w[s][0], w[s][1], 0x7632);
-                const u32 a2 = permute_bytes(w[s][2], w[s][3], 0x5410), a3 = permute_bytes(w[s][2], w[s][3], 0x7632);
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const Words2 b = query_[32 * (n * (D::kDimK / 16) + s0 + s)];
-                    mma_bf16(c[n], a0, a1, a2, a3, b.x, b.y);
-                }
+            for (int n = 0; n < NT; n++) {
+                const Words2 b = query_[32 * (n * kSteps + s)];
+                mma_bf16(c[n], a0, a1, a2, a3, b.x, b.y);
             }
         }
     }
@@ -183,9 +216,10 @@ class Exact {
 
     // With kMasked: tokens that a row with these bounds does not see count as 0, and only columns named by `mine` change.
     template <bool kMasked>
-    CRUMB_DEVICE void values(const u8* v, const Rows* ahead, int q, const u32 (&b)[NT][2], int group, int begin, int coded_end,
-                             int end, const bool (&mine)[NT]) {
+    CRUMB_DEVICE void values(const u8* record, int q, const u32 (&b)[NT][2], int group, int begin, int coded_end, int end,
+                             const bool (&mine)[NT]) {
         using namespace simt;
+        const u8* v = values_at(record, group);
         u32 keep[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -193,7 +227,7 @@ class Exact {
         }
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
-            const Rows rows = kAhead > 0 ? ahead[g] : load(v, g);
+            const Rows rows = kAhead > 0 ? values_[kAhead > 0 ? g : 0] : load(v, g);
             u32 w[4][4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -220,7 +254,7 @@ class Exact {
 
     // A value that is not finite must not reach a row that does not see it (0 x NaN is NaN): one turn for every kind of
     // row among the columns.
-    CRUMB_DEVICE void values_masked(const u8* v, const Rows* ahead, int group, int q, const u32 (&b)[NT][2]) {
+    CRUMB_DEVICE void values_masked(const u8* record, int group, int q, const u32 (&b)[NT][2]) {
         using namespace simt;
         int last[3] = {-1, -1, -1};
 #pragma unroll 1
@@ -240,7 +274,7 @@ class Exact {
                 if (any(mine[n] && 4 * n + q < c)) { first = false; }  // these bounds had their turn
             }
             for (int i = 0; i < 3; i++) { last[i] = bounds[i]; }
-            if (first) { values<true>(v, ahead, q, b, group, bounds[0], bounds[1], bounds[2], mine); }
+            if (first) { values<true>(record, q, b, group, bounds[0], bounds[1], bounds[2], mine); }
         }
     }
 
@@ -250,6 +284,8 @@ class Exact {
     int begin_[NT], coded_end_[NT], end_[NT];
     float acc_[NT][kTiles][4];
     float top_[NT], sum_[NT];
+    simt::Words4 keys_[kAhead > 0 ? kSteps : 1];
+    Rows values_[kAhead > 0 ? kAhead : 1];
 };
 
 }  // namespace crumb::cuda

@@ -24,8 +24,8 @@ CRUMB_BOTH constexpr bool has_tail(int planes) { return planes % 64 != 0; }
 
 // Byte offsets from the start of the codes of a side.
 CRUMB_BOTH constexpr u32 key_load(int planes, int half, int group, int r, int q) {
-    const int block = ((half * full_groups(planes) + group) * 2 + r / 4) * 4 + q;
-    return u32(kBlockBytes * block + 16 * ((r % 4) ^ (q & 2)));
+    const u32 lane = u32(kBlockBytes * (r / 4 * 4 + q) + 16 * ((r % 4) ^ (q & 2)));
+    return lane + u32(kBlockBytes * 8 * (half * full_groups(planes) + group));
 }
 
 CRUMB_BOTH constexpr u32 key_tail_load(int planes, int half, int r, int q) {
@@ -36,10 +36,11 @@ CRUMB_BOTH constexpr u32 key_tail_load(int planes, int half, int r, int q) {
 // The quad of 4 tokens of a half that a lane loads first (slot 0) or second (slot 1).
 CRUMB_BOTH constexpr int value_quad(int q, int slot) { return 2 * q + (slot ^ (q >> 1)); }
 
+// Written as a part of the lane and a part of half and group, which is then an immediate operand.
 CRUMB_BOTH constexpr u32 value_load(int planes, int half, int group, int slot, int r, int q) {
-    const int u = 8 * half + value_quad(q, slot);
-    const int block = (u / 4 * full_groups(planes) + group) * 4 + u % 4;
-    return u32(kBlockBytes * block + 16 * ((r / 2) ^ (u & 2)) + 8 * (r % 2));
+    const int u = value_quad(q, slot), groups = full_groups(planes);
+    const u32 lane = u32(kBlockBytes * (u / 4 * groups * 4 + u % 4) + 16 * ((r / 2) ^ (u & 2)) + 8 * (r % 2));
+    return lane + u32(kBlockBytes * 4 * (2 * half * groups + group));
 }
 
 // Both quads at once: fields 0, 1 are quad 2 q, fields 2, 3 quad 2 q + 1.

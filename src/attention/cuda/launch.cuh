@@ -17,10 +17,10 @@ struct Page {
     static constexpr PageFormat kFormat = {.k = {kDim, kPlanesK, kInfo, kMean}, .v = {kDim, kPlanesV, kInfo, kMean}};
 };
 
-template <class P, int NT>
-__global__ void __launch_bounds__(kMapThreads) map_query_kernel(const __grid_constant__ MapArgs args) {
+template <class P, int NT, bool kFew>
+__global__ void __launch_bounds__(kMapThreads, kFew ? 1 : 2) map_query_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
-    Maps<P::kFormat, NT>::query(args, shared);
+    Maps<P::kFormat, NT>::template query<kFew>(args, shared);
 }
 
 template <class P, int NT>
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(DecodeFormat<P::kFormat, NT>::kWarps * 32, 1) 
     Decode<P::kFormat, NT>::run(args, shared);
 }
 
-template <class P, int NT, int kTogether>
-__global__ void __launch_bounds__(kMapThreads) map_output_kernel(const __grid_constant__ MapArgs args) {
+template <class P, int NT, bool kFew>
+__global__ void __launch_bounds__(kMapThreads, kFew ? 1 : 2) map_output_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
-    Maps<P::kFormat, NT>::template output<kTogether>(args, shared);
+    Maps<P::kFormat, NT>::template output<kFew>(args, shared);
 }
 
 // Errors of a launch stay where CUDA keeps them: callers ask cudaGetLastError() once a step.
@@ -56,20 +56,17 @@ template <class P, int NT>
 Kernels device_kernels() {
     Kernels k = kernels_of<P::kFormat, NT>();
     using M = Maps<P::kFormat, NT>;
-    k.map_query = [](const MapArgs& args, int blocks, Stream stream) {
-        launch<MapArgs>(map_query_kernel<P, NT>, args, blocks, kMapThreads, M::kQueryShared, stream);
+    k.map_query = [](const MapArgs& args, int blocks, bool few, Stream stream) {
+        const auto kernel = few ? map_query_kernel<P, NT, true> : map_query_kernel<P, NT, false>;
+        launch<MapArgs>(kernel, args, blocks, kMapThreads, few ? M::template kQueryShared<true> : M::template kQueryShared<false>, stream);
     };
     k.decode = [](const DecodeArgs& args, int blocks, Stream stream) {
         using D = DecodeFormat<P::kFormat, NT>;
         launch<DecodeArgs>(decode_kernel<P, NT>, args, blocks, 32 * D::kWarps, D::kSharedSize, stream);
     };
-    k.map_output = [](const MapArgs& args, int blocks, bool columns_apart, Stream stream) {
-        constexpr int kAll = 4 * NT;
-        if (columns_apart) {
-            launch<MapArgs>(map_output_kernel<P, NT, 1>, args, blocks, kMapThreads, M::template kOutputShared<1>, stream);
-        } else {
-            launch<MapArgs>(map_output_kernel<P, NT, kAll>, args, blocks, kMapThreads, M::template kOutputShared<kAll>, stream);
-        }
+    k.map_output = [](const MapArgs& args, int blocks, bool few, Stream stream) {
+        const auto kernel = few ? map_output_kernel<P, NT, true> : map_output_kernel<P, NT, false>;
+        launch<MapArgs>(kernel, args, blocks, kMapThreads, few ? M::template kOutputShared<true> : M::template kOutputShared<false>, stream);
     };
     return k;
 }

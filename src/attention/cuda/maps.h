@@ -2,8 +2,8 @@
 // (o = B^T o' + channels). FP32 multiply-adds; the sum over a table's rows is cut in parts, added in order.
 //
 // A block serves one KV head and some of the tiles. What bounds these kernels is waiting: for the table, whose rows a
-// thread therefore asks for before the previous kernel has ended and keeps in registers for all of its tiles, then for the
-// queries or sums themselves.
+// thread therefore asks for before the previous kernel has ended, as many as fit in registers, then for the queries or sums
+// themselves.
 #pragma once
 
 #include <math.h>
@@ -15,7 +15,8 @@
 namespace crumb::cuda {
 
 inline constexpr int kMapThreads = 512;  // emulated with fewer
-inline constexpr float kCodedQueryTop = 8100.0f;   // 14 bits: 4 times it fits 16
+inline constexpr int kFewAhead = 32, kManyAhead = 8;  // rows of a table in registers: more leave room for one block only
+inline constexpr float kFineQueryTop = 8100.0f, kCoarseQueryTop = 509.0f;  // 4 times, 64 times it fits 16 bits
 inline constexpr float kMeanQueryTop = 32000.0f;
 inline constexpr float kLog2e = 1.44269504f;
 
@@ -61,15 +62,16 @@ CRUMB_BOTH Column column_of(int index, int columns_per_block, int column_block, 
     return {column_block * columns_per_block / group, kv_head * group, false};
 }
 
-// y = x T for kColumns rows x; T is [kRows][kWidth] in global memory. A thread takes a column of T and a part of its rows.
-template <int kRows, int kWidth, int kColumns>
+// y = x T for kColumns rows x; T is [kRows][kWidth] in global memory. A thread takes a column of T and a part of its rows,
+// of which it asks for the first kMostAhead at once.
+template <int kRows, int kWidth, int kColumns, int kMostAhead>
 class Product {
     static constexpr int parts() {
         int n = 1;
         while (n < 8 && 2 * n * kWidth <= kMapThreads && kRows / (2 * n) >= 8) { n *= 2; }
         return n;
     }
-    static constexpr int kDepth = kRows / parts(), kAhead = kDepth < 32 ? kDepth : 32;
+    static constexpr int kDepth = kRows / parts(), kAhead = kDepth < kMostAhead ? kDepth : kMostAhead;
 
   public:
     static constexpr int kParts = parts();
@@ -125,10 +127,10 @@ class Product {
     }
 
     const float* table_;
-    float ahead_[kAhead];
+    float ahead_[kAhead > 0 ? kAhead : 1];
 };
 
-// The block's KV head and columns; it takes tiles first_tile, first_tile + tile_step ... Blocks are split in n_lanes.
+// The block's KV head and columns, and the tiles that it takes, one after the other.
 struct MapShare {
     int kv_head, column_block, column, first_tile, tile_step;
 
@@ -148,47 +150,65 @@ struct MapShare {
 template <PageFormat F, int NT>
 class Maps {
     using D = DecodeFormat<F, NT>;
-    using QueryProduct = Product<D::kDimK, D::kPlanesK, D::kColumns>;
-    template <int kTogether>
-    using OutputProduct = Product<D::kPlanesV, D::kDimV, kTogether>;
-    // Threads that share the parts of a segment.
-    template <int kTogether>
-    static constexpr int kGroups = kTogether == 1 ? 4 : 1;
+
+    // Few segments: waiting is what counts, so a block has a multiprocessor for itself, and of sums it takes one column. Many:
+    // several blocks side by side.
+    template <bool kFew>
+    struct Shape {
+        static constexpr int kAhead = kFew ? kFewAhead : kManyAhead;
+        static constexpr int kTogether = kFew ? 1 : D::kColumns;  // columns of sums
+        static constexpr int kSplit = kFew ? 4 : 1;  // threads that share the parts of a segment
+        using QueryProduct = Product<D::kDimK, D::kPlanesK, D::kColumns, kAhead>;
+        using OutputProduct = Product<D::kPlanesV, D::kDimV, kTogether, kAhead>;
+    };
 
   public:
+    template <bool kFew>
     static constexpr size_t kQueryShared =
-        4 * (2 * size_t(D::kColumns) * D::kDimK + size_t(QueryProduct::kParts) * D::kColumns * D::kPlanesK);
-    template <int kTogether>
+        4 * size_t(D::kColumns) * (2 * D::kDimK + Shape<kFew>::QueryProduct::kParts * D::kPlanesK);
+    template <bool kFew>
     static constexpr size_t kOutputShared =
-        4 * (size_t(kGroups<kTogether> + 1) * kTogether * D::kStride + size_t(OutputProduct<kTogether>::kParts) * kTogether * D::kDimV);
+        4 * size_t(Shape<kFew>::kTogether) *
+        ((Shape<kFew>::kSplit + 1) * D::kStride + Shape<kFew>::OutputProduct::kParts * D::kDimV);
 
+    template <bool kFew>
     CRUMB_DEVICE static void query(const MapArgs& a, std::byte* shared) {
         using namespace simt;
+        using S = Shape<kFew>;
         const MapShare share(a, 1);
         const HeadArrays& head = a.heads[share.kv_head];
-        float* const q = reinterpret_cast<float*>(shared);             // [D_k][column], times scale and log2 e
-        float* const mapped = q + D::kColumns * D::kDimK;              // [part][column][P_k]
-        int* const steps = reinterpret_cast<int*>(mapped + QueryProduct::kParts * D::kColumns * D::kPlanesK);  // [column][D_k]
-        const QueryProduct product(head.k_decode_t);
+        float* const q = reinterpret_cast<float*>(shared);     // [D_k][column], times scale and log2 e
+        float* const mapped = q + D::kColumns * D::kDimK;      // [part][column][P_k]
+        int* const steps = reinterpret_cast<int*>(mapped + S::QueryProduct::kParts * D::kColumns * D::kPlanesK);  // [column][D_k]
+        const typename S::QueryProduct product(head.k_decode_t);
+        const Vectors vectors(head);
+        // Where element i of a tile's queries lies, or null.
+        const auto source = [&](int tile, int i) -> const float* {
+            if (i >= D::kColumns * D::kDimK || tile >= a.n_tiles) { return nullptr; }
+            const Column column =
+                column_of(i / D::kDimK, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
+            const u32 token = a.rows[size_t(tile) * a.rows_per_tile + column.row].token;
+            return !column.used || token == kNoToken
+                       ? nullptr
+                       : a.q + token * a.q_token_stride + column.head * a.q_head_stride + i % D::kDimK;
+        };
+        const float* const own = source(share.first_tile, thread());  // rows have been there since the plan was made
         wait_for_previous();
         launch_next();
         for (int tile = share.first_tile; tile < a.n_tiles; tile += share.tile_step) {
             const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
             u32* const record = a.queries + size_t(share.segment(a, tile)) * D::kQueryWords;
             for (int i = thread(); i < D::kColumns * D::kDimK; i += n_threads()) {
-                const int c = i / D::kDimK, d = i % D::kDimK;
-                const Column column = column_of(c, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
-                const u32 token = rows[column.row].token;
-                q[d * D::kColumns + c] = !column.used || token == kNoToken
-                                             ? 0.0f
-                                             : a.q[token * a.q_token_stride + column.head * a.q_head_stride + d] * (a.scale * kLog2e);
+                const float* from = tile == share.first_tile && i == thread() ? own : source(tile, i);
+                q[i % D::kDimK * D::kColumns + i / D::kDimK] = from ? *from * (a.scale * kLog2e) : 0.0f;
             }
             sync_block();
             product.multiply(q, mapped);
             sync_block();
             for (int c = warp(); c < D::kColumns; c += n_threads() / kWarp) {
                 const Column column = column_of(c, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
-                quantise(head, rows[column.row], q + c, mapped, c, steps, reinterpret_cast<QueryColumn*>(record + D::kColumnAt));
+                const QueryColumn scalars = quantise<S>(vectors, rows[column.row], q + c, mapped, c, steps);
+                if (lane() == 0) { reinterpret_cast<QueryColumn*>(record + D::kColumnAt)[c] = scalars; }
             }
             sync_block();
             write_words(record, reinterpret_cast<const int*>(mapped), steps, q);
@@ -196,50 +216,54 @@ class Maps {
         }
     }
 
-    // kTogether columns a block: all of them, or one, where there are few segments.
-    template <int kTogether>
+    template <bool kFew>
     CRUMB_DEVICE static void output(const MapArgs& a, std::byte* shared) {
         using namespace simt;
-        using OutProduct = OutputProduct<kTogether>;
-        constexpr int kSplit = kGroups<kTogether>, kQuads = D::kWidth / 4 + 1;
-        const MapShare share(a, D::kColumns / kTogether);
+        using S = Shape<kFew>;
+        constexpr int kAll = S::kTogether, kQuads = D::kWidth / 4 + 1;
+        const MapShare share(a, D::kColumns / kAll);
         const HeadArrays& head = a.heads[share.kv_head];
-        float* const sums = reinterpret_cast<float*>(shared);             // [group][column][kStride]
-        float* const planes = sums + kSplit * kTogether * D::kStride;     // [P_v][column], then [column][D_v + scalars]
-        float* const channels = planes + kTogether * D::kPlanesV;
-        float* const mapped = planes + kTogether * D::kStride;            // [part][column][D_v]
-        const OutProduct product(head.v_decode);
+        float* const sums = reinterpret_cast<float*>(shared);    // [split][column][kStride]
+        float* const planes = sums + S::kSplit * kAll * D::kStride;  // [P_v][column], then [column][D_v + scalars]
+        float* const channels = planes + kAll * D::kPlanesV;
+        float* const mapped = planes + kAll * D::kStride;        // [part][column][D_v]
+        const typename S::OutputProduct product(head.v_decode);
+        // The parts of a segment; none: nobody has any.
+        const auto parts_of = [&](int tile) {
+            const bool any = tile < a.n_tiles && a.tiles[tile].units > 0;
+            return any ? a.parts[share.segment(a, tile)] : SegmentParts{0, -1};
+        };
+        const SegmentParts own = parts_of(share.first_tile);  // it has been there since the plan was made
         wait_for_previous();
         launch_next();
         for (int tile = share.first_tile; tile < a.n_tiles; tile += share.tile_step) {
             const QueryRow* rows = a.rows + size_t(tile) * a.rows_per_tile;
-            const int segment = share.segment(a, tile);
-            if (a.tiles[tile].units > 0) {
-                const SegmentParts parts = a.parts[segment];
-                const bool whole = parts.first_block == parts.last_block;
-                const auto part = [&](int k) -> const float* {
-                    return whole ? a.merged + size_t(segment) * D::kEntryFloats
-                                 : partial_of<D>(a.partials, parts.first_block + k, parts.first_block);
-                };
-                const int n = parts.last_block - parts.first_block + 1;
-                for (int i = thread(); i < kSplit * kTogether * kQuads; i += n_threads()) {
-                    const int x = 4 * (i % kQuads), c = i / kQuads % kTogether, group = i / kQuads / kTogether;
-                    PartialSum s = PartialSum::of<D>(group, kSplit, n, share.column * kTogether + c, x, part);
-                    if (x == D::kWidth) { s.sum.x = s.top; }
-                    *reinterpret_cast<Floats4*>(sums + (group * kTogether + c) * D::kStride + x) = s.sum;
-                }
-            } else {
-                for (int i = thread(); i < kSplit * kTogether * D::kStride; i += n_threads()) { sums[i] = 0; }
+            const SegmentParts parts = tile == share.first_tile ? own : parts_of(tile);
+            const bool whole = parts.first_block == parts.last_block;
+            const float* merged = a.merged + size_t(share.segment(a, tile)) * D::kEntryFloats;
+            for (int i = thread(); i < S::kSplit * kAll * kQuads; i += n_threads()) {
+                const int x = 4 * (i % kQuads), c = i / kQuads % kAll, split = i / kQuads / kAll;
+                int block = parts.first_block + split;
+                PartialSum s = PartialSum::of<D>(share.column * kAll + c, x, [&]() -> const float* {
+                    if (block > parts.last_block) { return nullptr; }
+                    const float* part = whole ? merged : partial_of<D>(a.partials, block, parts.first_block);
+                    block += S::kSplit;
+                    return part;
+                });
+                if (x == D::kWidth) { s.sum.x = s.top; }
+                *reinterpret_cast<Floats4*>(sums + (split * kAll + c) * D::kStride + x) = s.sum;
             }
             sync_block();
-            for (int i = thread(); i < kTogether * kQuads; i += n_threads()) {
+            for (int i = thread(); i < kAll * kQuads; i += n_threads()) {
                 const int x = 4 * (i % kQuads), c = i / kQuads;
-                const auto part = [&](int k) -> const float* { return sums + k * kTogether * D::kStride; };
-                PartialSum s = PartialSum::of<D>(0, 1, kSplit, c, x, part);
+                int split = 0;
+                PartialSum s = PartialSum::of<D>(c, x, [&]() -> const float* {
+                    return split < S::kSplit ? sums + split++ * kAll * D::kStride : nullptr;
+                });
                 if (x == D::kWidth) { s.sum.x = s.top; }
                 if (x < D::kPlanesV) {
-                    float* to = planes + x * kTogether + c;
-                    to[0] = s.sum.x, to[kTogether] = s.sum.y, to[2 * kTogether] = s.sum.z, to[3 * kTogether] = s.sum.w;
+                    float* to = planes + x * kAll + c;
+                    to[0] = s.sum.x, to[kAll] = s.sum.y, to[2 * kAll] = s.sum.z, to[3 * kAll] = s.sum.w;
                 } else {
                     *reinterpret_cast<Floats4*>(channels + c * (D::kDimV + kEntryScalars) + x - D::kPlanesV) = s.sum;
                 }
@@ -247,17 +271,17 @@ class Maps {
             sync_block();
             product.multiply(planes, mapped);
             sync_block();
-            for (int i = thread(); i < kTogether * D::kDimV; i += n_threads()) {
+            for (int i = thread(); i < kAll * D::kDimV; i += n_threads()) {
                 const int c = i / D::kDimV, d = i % D::kDimV;
-                const Column column = column_of(share.column * kTogether + c, D::kColumns, share.column_block, a.rows_per_tile,
+                const Column column = column_of(share.column * kAll + c, D::kColumns, share.column_block, a.rows_per_tile,
                                                 a.group, share.kv_head);
                 const u32 token = rows[column.row].token;
                 if (!column.used || token == kNoToken) { continue; }
-                const float* own = channels + c * (D::kDimV + kEntryScalars);
-                const float* scalars = own + D::kDimV;
+                const float* sum = channels + c * (D::kDimV + kEntryScalars);
+                const float* scalars = sum + D::kDimV;
                 float value = 0;
-                for (int p = 0; p < OutProduct::kParts; p++) { value += mapped[(p * kTogether + c) * D::kDimV + d]; }
-                value += own[d];
+                for (int p = 0; p < S::OutputProduct::kParts; p++) { value += mapped[(p * kAll + c) * D::kDimV + d]; }
+                value += sum[d];
                 if (head.v_ones) { value = fma_exact(scalars[kZeroSum], head.v_ones[d], value); }
                 if (head.v_mean) { value = fma_exact(scalars[kCodedSum], head.v_mean[d], value); }
                 const float weight = share_of(scalars[kTop], scalars[kSum], a.sinks, column.head);
@@ -268,6 +292,23 @@ class Maps {
     }
 
   private:
+    // What a lane needs of a head's vectors over channels: channels lane + 32 i.
+    struct Vectors {
+        static constexpr int kEach = D::kDimK / simt::kWarp;
+        float ones[kEach] = {}, mean[kEach] = {}, mean_step[kEach] = {};
+        bool has_ones, has_mean;
+
+        CRUMB_DEVICE Vectors(const HeadArrays& head) : has_ones(head.k_ones), has_mean(head.k_mean) {
+#pragma unroll
+            for (int i = 0; i < kEach; i++) {
+                const int d = simt::lane() + simt::kWarp * i;
+                if (has_ones) { ones[i] = head.k_ones[d]; }
+                if (has_mean) { mean[i] = head.k_mean[d]; }
+                if constexpr (F.k.mean) { mean_step[i] = head.k_mean_step[d]; }
+            }
+        }
+    };
+
     // What a unit of the sums is worth: 1 / the sum of weights, a sink logit among them. 0 where nothing was seen.
     CRUMB_DEVICE static float share_of(float top, float sum, const float* sinks, int head) {
         using namespace simt;
@@ -294,59 +335,72 @@ class Maps {
         return x;
     }
 
-    // Whether plane p carries 4 times the integer.
-    CRUMB_DEVICE static bool quadruple(int p) { return p >= 64 * D::kGroupsK || p / 16 % 2 == 0; }
+    static constexpr float kCodedQueryTop = D::kFineQuery ? kFineQueryTop : kCoarseQueryTop;
 
-    // One warp, one column: integers over the first part of `mapped` and in `steps`, scalars. q: of the column, kColumns apart.
-    CRUMB_DEVICE static void quantise(const HeadArrays& head, const QueryRow& row, const float* q,
-                                      float* mapped, int c, int* steps, QueryColumn* columns) {
+    // What the integer of plane p is multiplied with. A digit counts 64 / multiple of an integer's unit.
+    CRUMB_DEVICE static int multiple(int p) {
+        const bool tail = p >= 64 * D::kGroupsK;
+        if constexpr (D::kFineQuery) { return tail || p / 16 % 2 == 0 ? 4 : 1; }
+        return tail ? 64 : 64 >> (2 * (p / 16 % 4));
+    }
+
+    // One warp, one column: integers over the first part of `mapped` and in `steps`. q: of the column.
+    template <class S>
+    CRUMB_DEVICE static QueryColumn quantise(const Vectors& vectors, const QueryRow& row, const float* q, float* mapped, int c,
+                                             int* steps) {
         using namespace simt;
-        float top = 0, odd = 0;  // odd: NaN if something is not finite
+        u32 most = 0;  // bits of |x|: what is not finite is above all that is
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
             float x = 0;
-            for (int part = 0; part < QueryProduct::kParts; part++) { x += mapped[(part * D::kColumns + c) * D::kPlanesK + p]; }
+            for (int part = 0; part < S::QueryProduct::kParts; part++) { x += mapped[(part * D::kColumns + c) * D::kPlanesK + p]; }
             mapped[c * D::kPlanesK + p] = x;
-            top = max_of(top, fabsf(x));
-            odd += 0.0f * x;
+            const u32 bits = bits_of(x) & 0x7fffffffu;
+            most = bits > most ? bits : most;
         }
-        top = largest(top);
-        odd = total(odd);
+#pragma unroll
+        for (int o = 16; o > 0; o /= 2) {
+            const u32 other = shuffle_xor(most, o);
+            most = other > most ? other : most;
+        }
+        const float top = float_of(most), odd = top - top;  // NaN if something is not finite
         const float inverse = top > 1e-30f && odd == 0 ? kCodedQueryTop / top : 0.0f;
         int centre = 0;
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
             const float x = odd == 0 ? mapped[c * D::kPlanesK + p] : 0.0f;
-            const int v = int(rintf(x * (quadruple(p) ? 4.0f * inverse : inverse)));
-            centre += quadruple(p) ? 24 * v : 96 * v;  // 1.5 x 16 and 1.5 x 64: what a step counts
+            const int m = multiple(p), v = int(rintf(x * (float(m) * inverse)));
+            centre += 3 * (64 / m) * v;  // in halves
             reinterpret_cast<int*>(mapped)[c * D::kPlanesK + p] = v;
         }
         centre = total(centre);
 
         float ones = 0, offset = 0, mean_top = 0;
-        for (int d = lane(); d < D::kDimK; d += kWarp) {
-            if (head.k_ones) { ones = fma_exact(q[d * D::kColumns], head.k_ones[d], ones); }
-            if (head.k_mean) { offset = fma_exact(q[d * D::kColumns], head.k_mean[d], offset); }
-            if constexpr (F.k.mean) { mean_top = max_of(mean_top, fabsf(q[d * D::kColumns] * head.k_mean_step[d])); }
+#pragma unroll
+        for (int i = 0; i < Vectors::kEach; i++) {
+            const float x = q[(lane() + kWarp * i) * D::kColumns];
+            ones = fma_exact(x, vectors.ones[i], ones);
+            offset = fma_exact(x, vectors.mean[i], offset);
+            if constexpr (F.k.mean) { mean_top = max_of(mean_top, fabsf(x * vectors.mean_step[i])); }
         }
-        ones = total(ones);
-        offset = total(offset);
+        if (vectors.has_ones) { ones = total(ones); }
+        if (vectors.has_mean) { offset = total(offset); }
         if constexpr (F.k.mean) {
             mean_top = largest(mean_top);
             const float mean_inverse = mean_top > 1e-30f && odd == 0 ? kMeanQueryTop / mean_top : 0.0f;
-            for (int d = lane(); d < D::kDimK; d += kWarp) {
-                const float x = odd == 0 ? q[d * D::kColumns] * head.k_mean_step[d] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < Vectors::kEach; i++) {
+                const int d = lane() + kWarp * i;
+                const float x = odd == 0 ? q[d * D::kColumns] * vectors.mean_step[i] : 0.0f;
                 steps[c * D::kDimK + d] = int(rintf(x * mean_inverse));
             }
         }
-        if (lane() == 0) {
-            QueryColumn column;
-            column.unit = odd == 0 ? top * (1.0f / (64.0f * kCodedQueryTop)) : odd;
-            column.ones = ones, column.offset = offset;
-            column.mean_unit = mean_top * (1.0f / kMeanQueryTop);
-            column.centre = centre;
-            const bool there = row.token != kNoToken;
-            column.begin = there ? row.begin : 0, column.coded_end = there ? row.coded_end : 0, column.end = there ? row.end : 0;
-            columns[c] = column;
-        }
+        QueryColumn column;
+        column.unit = odd == 0 ? top * (1.0f / (64.0f * kCodedQueryTop)) : odd;
+        column.ones = ones, column.offset = offset;
+        column.mean_unit = mean_top * (1.0f / kMeanQueryTop);
+        column.centre = 0.5f * float(centre);
+        const bool there = row.token != kNoToken;
+        column.begin = there ? row.begin : 0, column.coded_end = there ? row.coded_end : 0, column.end = there ? row.end : 0;
+        return column;
     }
 
     CRUMB_DEVICE static u32 byte_of(int v, bool high) {

@@ -11,23 +11,25 @@ struct PartialSum {
     float top = kUnset;
     simt::Floats4 sum = {};
 
-    // Tops and sums of kBatch parts are loaded at once, so that a wait serves them all.
-    template <class D, class Part>
-    CRUMB_DEVICE static PartialSum of(int first, int step, int end, int column, int x, Part part) {
+    // next(): the next part, or null after the last. Tops and sums of kBatch parts are loaded at once, so that a wait
+    // serves them all.
+    template <class D, class Next>
+    CRUMB_DEVICE static PartialSum of(int column, int x, Next next) {
         using namespace simt;
         constexpr int kBatch = 6;
         PartialSum s;
+        const float* entry = next();
 #pragma unroll 1
-        for (int i = first; i < end; i += kBatch * step) {
+        while (entry) {
             float tops[kBatch];
             Floats4 sums[kBatch];
 #pragma unroll
             for (int b = 0; b < kBatch; b++) {
-                const float* entry = i + b * step < end ? part(i + b * step) : nullptr;
                 tops[b] = kUnset, sums[b] = {};
                 if (entry) {
                     tops[b] = entry[column * D::kStride + D::kWidth + kTop];
                     sums[b] = *reinterpret_cast<const Floats4*>(entry + column * D::kStride + x);
+                    entry = next();
                 }
             }
             float top = s.top;

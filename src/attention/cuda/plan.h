@@ -29,18 +29,18 @@ struct TileWork {
     CRUMB_BOTH int exact_group(int i) const { return i < n_a ? a_first + i : b_first + i - n_a; }
 };
 
-// Items [first, end) of a segment, for one warp.
-struct alignas(64) WorkRecord {
+// Items [first, end) of a segment, for one warp: all that it has to know, so that its first copies wait for this load alone.
+struct alignas(128) WorkRecord {
     int segment;  // -1: nothing to do
     int first, end;
     int next;     // the warp's next record, or -1
     int whole;    // nobody else works on the segment
     int first_block, last_block;  // thread blocks that do
     int coded_end;        // items below are pages of codes
-    u32 ids[kRecordIds];  // of the first of them
-    u64 first_id;         // where the ids of the segment's pages begin
+    TileWork tile;
+    u32 ids[kRecordIds];  // blocks of the first items
 };
-static_assert(sizeof(WorkRecord) == 64);
+static_assert(sizeof(WorkRecord) == 128);
 
 // The thread blocks that have parts of a segment; what a single one has is already the sum.
 struct SegmentParts {
@@ -55,10 +55,18 @@ struct PlanArgs {
     int grid, warps;  // of the decode kernel
     u32 coded_units, exact_units;
     const u32* coded_ids;  // [sequence][ids_stride]
+    const u32* exact_ids;
     size_t ids_stride;
     TileWork* tiles;       // [n_tiles]
     WorkRecord* records;   // [grid * warps + n_tiles * segments_per_tile]
     SegmentParts* parts;   // [n_tiles * segments_per_tile]; not written where a tile has no work
+
+    // The block in which an item of a tile lies.
+    CRUMB_BOTH const u32* block_at(const TileWork& work, int item) const {
+        const bool coded = item < work.n_coded;
+        const int block = coded ? work.coded_first + item : work.exact_group(item - work.n_coded) / (kPageTokens / kItemTokens);
+        return (coded ? coded_ids : exact_ids) + work.sequence * ids_stride + u32(block);
+    }
 };
 
 CRUMB_BOTH constexpr int least(int a, int b) { return a < b ? a : b; }
@@ -96,12 +104,11 @@ CRUMB_BOTH TileWork tile_work(const QueryRow* rows, int n, int sink, u32 coded_u
 }
 
 // The first item that starts at or behind a unit of its segment.
-CRUMB_BOTH int item_at(const TileWork& work, int64_t unit, int64_t coded_units, int64_t exact_units) {
-    const int64_t coded = work.n_coded * coded_units;
-    if (unit <= 0) { return 0; }
+CRUMB_BOTH int item_at(const TileWork& work, u32 unit, u32 coded_units, u32 exact_units) {
+    const u32 coded = u32(work.n_coded) * coded_units;
     if (unit <= coded) { return int((unit + coded_units - 1) / coded_units); }
-    const int64_t exact = (unit - coded + exact_units - 1) / exact_units;
-    return work.n_coded + int(exact < work.n_exact() ? exact : work.n_exact());
+    const u32 exact = (unit - coded + exact_units - 1) / exact_units;
+    return work.n_coded + int(exact < u32(work.n_exact()) ? exact : u32(work.n_exact()));
 }
 
 // Units [bound(v), bound(v + 1)) are warp v's.
@@ -109,18 +116,18 @@ struct Shares {
     u32 total;
     int blocks;  // thread blocks that get some, `grid` of them are launched
     int warps;
+    const u32* first;  // [grid + 2] first_of() of every block, once they are there
 
     CRUMB_BOTH u32 first_of(int block) const { return block >= blocks ? total : u32(u64(total) * u32(block) / u32(blocks)); }
     CRUMB_BOTH u32 bound(int v) const {
-        const int block = v / warps;
-        const u32 from = first_of(block), to = first_of(block + 1);
+        const u32 from = first[v / warps], to = first[v / warps + 1];
         return from + u32(u64(to - from) * u32(v % warps) / u32(warps));
     }
     CRUMB_BOTH int owner(u32 unit) const {
         int low = 0, high = blocks - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
-            if (first_of(middle) <= unit) { low = middle; } else { high = middle - 1; }
+            if (first[middle] <= unit) { low = middle; } else { high = middle - 1; }
         }
         return low;
     }
@@ -134,7 +141,7 @@ CRUMB_BOTH Shares shares(u32 total, u32 segments, int grid, int warps, u32 large
     while (segments > 0 && parts * segments < u32(grid) && (parts + 1) * parts * segments < total / 18) { parts++; }
     if (segments * parts < u32(grid) && segments * parts < blocks) { blocks = segments * parts; }
     blocks = blocks < u32(grid) ? blocks : u32(grid);
-    return {total, int(blocks > 0 ? blocks : 1), warps};
+    return {total, int(blocks > 0 ? blocks : 1), warps, nullptr};
 }
 
 // Work list of warp v. start[t]: units of all segments of tiles before t.
@@ -158,8 +165,8 @@ CRUMB_BOTH void list_work(const PlanArgs& a, const u32* start, const Shares& sha
         for (; within < a.segments_per_tile; within++) {
             const u32 at = start[tile] + u32(within) * work.units;
             if (at >= to) { break; }
-            const int first = item_at(work, int64_t(from) - int64_t(at), a.coded_units, a.exact_units);
-            const int end = item_at(work, int64_t(to) - int64_t(at), a.coded_units, a.exact_units);
+            const int first = item_at(work, from > at ? from - at : 0, a.coded_units, a.exact_units);
+            const int end = item_at(work, to - at, a.coded_units, a.exact_units);
             if (first >= end) { continue; }
             const int n_items = work.n_coded + work.n_exact();
             const u32 last_start = at + work.units - (work.n_exact() > 0 ? a.exact_units : a.coded_units);
@@ -172,14 +179,10 @@ CRUMB_BOTH void list_work(const PlanArgs& a, const u32* start, const Shares& sha
             record.first_block = shares.owner(at);
             record.last_block = shares.owner(last_start);
             record.coded_end = least(end, work.n_coded);
-            record.first_id = work.sequence * a.ids_stride + u32(work.coded_first);
+            record.tile = work;
             if (first == 0) { a.parts[record.segment] = {record.first_block, record.last_block}; }
-            for (int i = 0; i < kRecordIds; i++) {
-                const int item = first + i;
-                record.ids[i] = item < end && item < work.n_coded
-                                    ? a.coded_ids[record.first_id + u32(item)]
-                                    : 0;
-            }
+#pragma unroll
+            for (int i = 0; i < kRecordIds; i++) { record.ids[i] = *a.block_at(work, least(first + i, end - 1)); }
             if (any) {  // a later segment of a warp starts in it, so the segment's own line is free
                 slot->next = a.grid * a.warps + record.segment;
                 slot = a.records + slot->next;
@@ -225,12 +228,19 @@ CRUMB_DEVICE void make_plan(const PlanArgs& a, std::byte* shared) {
     const u32 total = sums[n_threads() - 1], segments = tiles_seen[n_threads() - 1] * u32(a.segments_per_tile);
     sync_block();
     const u32 largest = a.coded_units > a.exact_units ? a.coded_units : a.exact_units;
-    const Shares split = shares(total, segments, a.grid, a.warps, largest);
-    for (int v = block() * n_threads() + thread(); v < a.grid * a.warps; v += n_blocks() * n_threads()) {
+    Shares split = shares(total, segments, a.grid, a.warps, largest);
+    u32* const firsts = tiles_seen + n_threads();
+    for (int b = thread(); b < a.grid + 2; b += n_threads()) { firsts[b] = split.first_of(b); }
+    split.first = firsts;
+    sync_block();
+    // Neighbours go to different blocks: the lists diverge, and a multiprocessor takes long for a thousand of them.
+    for (int v = thread() * n_blocks() + block(); v < a.grid * a.warps; v += n_blocks() * n_threads()) {
         list_work(a, start, split, v);
     }
 }
 
-CRUMB_BOTH constexpr size_t plan_shared_bytes(int n_tiles, int threads) { return (size_t(n_tiles) + 2 * size_t(threads)) * 4; }
+CRUMB_BOTH constexpr size_t plan_shared_bytes(int n_tiles, int threads, int grid) {
+    return (size_t(n_tiles) + 2 * size_t(threads) + size_t(grid) + 2) * 4;
+}
 
 }  // namespace crumb::cuda

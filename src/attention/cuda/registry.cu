@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(1024) plan_kernel(const __grid_constant__ Plan
 }  // namespace
 
 void launch_plan(const PlanArgs& args, Stream stream) {
-    constexpr int kThreads = 1024, kBlocks = 16;
-    launch<PlanArgs>(plan_kernel, args, kBlocks, kThreads, plan_shared_bytes(args.n_tiles, kThreads), stream);
+    constexpr int kThreads = 1024, kBlocks = 32;
+    launch<PlanArgs>(plan_kernel, args, kBlocks, kThreads, plan_shared_bytes(args.n_tiles, kThreads, args.grid), stream);
 }
 
 std::span<const std::vector<Kernels>> all_kernels() {

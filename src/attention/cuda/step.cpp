@@ -52,6 +52,7 @@ void plan(const Kernels& kernels, PlanLaunch launch, const StepShape& shape, con
             .coded_units = kernels.coded_units,
             .exact_units = kernels.exact_units,
             .coded_ids = tables.coded_ids,
+            .exact_ids = tables.exact_ids,
             .ids_stride = tables.ids_stride,
             .tiles = reinterpret_cast<TileWork*>(memory + w.tiles),
             .records = reinterpret_cast<WorkRecord*>(memory + w.records),
@@ -86,15 +87,16 @@ MapArgs map_args(const Kernels& kernels, const StepShape& shape, const StepTable
             .out_stride = layer.out_stride};
 }
 
-// Blocks that work on `lanes` things side by side: as many as two a multiprocessor, each of them on some tiles.
-int map_blocks(const StepShape& shape, int lanes) { return lanes * std::clamp(2 * shape.blocks / lanes, 1, std::max(1, shape.n_tiles)); }
+// Blocks that work on `lanes` things side by side: up to four a multiprocessor, each of them on some tiles.
+int map_blocks(const StepShape& shape, int lanes) { return lanes * std::clamp(4 * shape.blocks / lanes, 1, std::max(1, shape.n_tiles)); }
 
 }  // namespace
 
 void map_queries(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
                  std::byte* memory, Stream stream) {
     const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns);
-    kernels.map_query(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), stream);
+    const bool few = shape.segments(kernels.columns) <= shape.blocks / 2;
+    kernels.map_query(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), few, stream);
 }
 
 void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
@@ -123,9 +125,9 @@ void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables
 
 void map_outputs(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
                  std::byte* memory, Stream stream) {
-    const bool apart = shape.segments(kernels.columns) * kernels.columns <= 2 * shape.blocks;
-    const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns) * (apart ? kernels.columns : 1);
-    kernels.map_output(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), apart, stream);
+    const bool few = shape.segments(kernels.columns) * kernels.columns <= shape.blocks;
+    const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns) * (few ? kernels.columns : 1);
+    kernels.map_output(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), few, stream);
 }
 
 void attend(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,

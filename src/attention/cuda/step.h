@@ -25,18 +25,20 @@ struct Kernels {
     PageFormat format;
     int columns = 0;  // query rows x heads that a warp takes together
     int warps = 0;    // of a block
+    int query_bits = 0;  // of the query's largest element: 15, or 10
     u32 coded_units = 0, exact_units = 0;
     u32 query_words = 0, entry_floats = 0;
-    void (*map_query)(const MapArgs& args, int blocks, Stream stream) = nullptr;
+    // few: there are fewer segments than multiprocessors, so that waiting is all that counts.
+    void (*map_query)(const MapArgs& args, int blocks, bool few, Stream stream) = nullptr;
     void (*decode)(const DecodeArgs& args, int blocks, Stream stream) = nullptr;
-    void (*map_output)(const MapArgs& args, int blocks, bool columns_apart, Stream stream) = nullptr;
+    void (*map_output)(const MapArgs& args, int blocks, bool few, Stream stream) = nullptr;  // few: a block a column
 };
 
 template <PageFormat F, int NT>
 constexpr Kernels kernels_of() {
     using D = DecodeFormat<F, NT>;
     Kernels k;
-    k.format = F, k.columns = D::kColumns, k.warps = D::kWarps;
+    k.format = F, k.columns = D::kColumns, k.warps = D::kWarps, k.query_bits = D::kFineQuery ? 15 : 10;
     k.coded_units = D::kCodedUnits, k.exact_units = D::kExactUnits;
     k.query_words = D::kQueryWords, k.entry_floats = D::kEntryFloats;
     return k;

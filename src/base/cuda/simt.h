@@ -58,6 +58,7 @@ CRUMB_WORD void sync_warp();
 CRUMB_WORD u32 shuffle(u32 x, int source);
 CRUMB_WORD u32 shuffle_xor(u32 x, int mask);
 CRUMB_WORD bool any(bool x);
+CRUMB_WORD u32 ballot(bool x);  // bit i: lane i
 
 // d += a b. Lane 4 r + q: a0, a1 are rows r, r + 8 of A at k = 4 q .. 4 q + 3 (bytes), a2, a3 the same rows at k + 16;
 // b0, b1 column r of B at the same k; d columns 2 q, 2 q + 1 of rows r and r + 8.
@@ -69,6 +70,7 @@ CRUMB_WORD void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 // An 8 x 8 matrix of 16-bit elements, lane 4 r + q holding columns 2 q, 2 q + 1 of row r, is transposed.
 CRUMB_WORD u32 transpose(u32 x);
 
+CRUMB_WORD int lowest_bit(u32 x);  // of x != 0
 CRUMB_WORD u32 permute_bytes(u32 low, u32 high, u32 selector);  // nibble i of the selector names byte i of the result
 CRUMB_WORD u32 bits_of(float x);
 CRUMB_WORD float float_of(u32 x);

@@ -16,6 +16,7 @@ CRUMB_WORD void sync_warp() { __syncwarp(); }
 CRUMB_WORD u32 shuffle(u32 x, int source) { return __shfl_sync(~0u, x, source); }
 CRUMB_WORD u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 CRUMB_WORD bool any(bool x) { return __any_sync(~0u, x) != 0; }
+CRUMB_WORD u32 ballot(bool x) { return __ballot_sync(~0u, x); }
 
 CRUMB_WORD void mma_u8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -47,6 +48,7 @@ CRUMB_WORD u32 transpose(u32 x) {
     return y;
 }
 
+CRUMB_WORD int lowest_bit(u32 x) { return __ffs(int(x)) - 1; }
 CRUMB_WORD u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 CRUMB_WORD u32 bits_of(float x) { return __float_as_uint(x); }
 CRUMB_WORD float float_of(u32 x) { return __uint_as_float(x); }
@@ -136,6 +138,7 @@ CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 b
 
 CRUMB_WORD void copy_wait(u64* barrier, u32 phase) {
     const u32 b = shared_address(barrier);
+#pragma unroll 1
     for (u32 i = 0; i < 1u << 24; i++) {
         u32 done;
         asm volatile(

@@ -8,7 +8,12 @@ namespace {
 
 __global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_constant__ StoreArgs args) { store_rows(args); }
 
-__global__ void __launch_bounds__(kEncodeThreads) encode_kernel(const __grid_constant__ EncodeArgs args) {
+__global__ void __launch_bounds__(256) store_chunk_kernel(const __grid_constant__ StoreArgs args, int n_tokens) {
+    extern __shared__ __align__(128) std::byte shared[];
+    store_chunk(args, n_tokens, shared);
+}
+
+__global__ void __launch_bounds__(kEncodeThreads, 2) encode_kernel(const __grid_constant__ EncodeArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
     Encode::run(args, shared);
 }
@@ -16,13 +21,19 @@ __global__ void __launch_bounds__(kEncodeThreads) encode_kernel(const __grid_con
 }  // namespace
 
 void launch_store(const StoreArgs& args, int n_tokens, void* stream) {
-    if (n_tokens > 0) { store_kernel<<<n_tokens * args.n_head_kv, kStoreThreads, 0, cudaStream_t(stream)>>>(args); }
+    if (n_tokens >= kManyTokens) {
+        const int blocks = (n_tokens + kStoreTokens - 1) / kStoreTokens * args.n_head_kv;
+        store_chunk_kernel<<<blocks, 256, store_shared_bytes(args.dim_k), cudaStream_t(stream)>>>(args, n_tokens);
+    } else if (n_tokens > 0) {
+        store_kernel<<<n_tokens * args.n_head_kv, kStoreThreads, 0, cudaStream_t(stream)>>>(args);
+    }
 }
 
 void launch_encode(const EncodeArgs& args, int n_jobs, void* stream) {
     if (n_jobs == 0) { return; }
     const int dim = args.k.format.dim > args.v.format.dim ? args.k.format.dim : args.v.format.dim;
-    const size_t shared = encode_shared_bytes(dim);
+    const int planes = args.k.format.planes > args.v.format.planes ? args.k.format.planes : args.v.format.planes;
+    const size_t shared = encode_shared_bytes(dim, planes);
     cudaFuncSetAttribute(encode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     encode_kernel<<<2 * args.n_head_kv * n_jobs, kEncodeThreads, shared, cudaStream_t(stream)>>>(args);
 }

@@ -3,8 +3,8 @@
 // by channel.
 //
 // Every sum that the CPU takes in an order is taken in that order: the map runs over i ascending in one thread for 4 tokens
-// and 8 directions, the gain's sums run over directions ascending in one thread for a token and two of the six starts.
-// Minima, maxima and counts have no order: four neighbouring lanes share a token. Compile with -fmad=false: only
+// and 4 directions, the gain's sums run over directions ascending in one thread for a token and two of the six starts.
+// Minima, maxima and counts have no order: eight neighbouring lanes share a token. Compile with -fmad=false: only
 // fma_exact() fuses.
 //
 // So FP32 multiply-adds bound it: at D = 128 a token of a side takes 16384 for the map and 14000 instructions for the gain,
@@ -22,9 +22,10 @@ namespace crumb::cuda {
 using simt::u32;
 using simt::u8;
 
-inline constexpr int kEncodeThreads = 256;
+inline constexpr int kEncodeThreads = 512;
 inline constexpr int kStarts = 6;
-inline constexpr int kPitch = kPageTokens + 8;  // floats of a channel: 8 tokens of 4 channels lie in 32 banks
+inline constexpr int kChunkRows = 16;  // of the map, in shared memory at a time; head sizes are multiples of it
+inline constexpr int kPitch = kPageTokens + 4;  // floats of a channel: 4 tokens of 8 channels lie in 32 banks
 
 // Block `source` of exact records becomes block `target` of pages; tokens below `keep` are taken over from block `kept`.
 struct EncodeJob {
@@ -58,7 +59,7 @@ struct EncodeCountsDevice {
 
 struct EncodeArgs {
     EncodeSide k, v;
-    const EncodeJob* jobs;  // grid: (job, head, side), side fastest
+    const EncodeJob* jobs;  // grid: (head, side, job), job fastest
     int n_head_kv;
     const u8* exact;
     size_t exact_stride, exact_bytes;  // of a block, of a record
@@ -84,8 +85,9 @@ inline EncodeSide encode_side(const SideRecipe& recipe, const PageFormat& format
     return s;
 }
 
-constexpr size_t encode_shared_bytes(int dim) {
-    return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 3 * kStarts * kPageTokens + 4 * kPageTokens + 2 * size_t(dim));
+constexpr size_t encode_shared_bytes(int dim, int planes) {
+    return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 3 * kStarts * kPageTokens + 4 * kPageTokens +
+                2 * size_t(dim) + size_t(planes) + 2 * kChunkRows * size_t(dim) + 4);
 }
 
 // What lies in dword i of a side's codes: the inverse of key_code_at() and value_code_at().
@@ -120,8 +122,9 @@ CRUMB_BOTH ValueWord value_word(int planes, int i) {
 class Encode {
   public:
     CRUMB_DEVICE static void run(const EncodeArgs& a, std::byte* shared) {
-        const int side = simt::block() % 2, head = simt::block() / 2 % a.n_head_kv;
-        const EncodeJob job = a.jobs[simt::block() / 2 / a.n_head_kv];
+        const int n_jobs = simt::n_blocks() / (2 * a.n_head_kv);  // jobs next to each other share a head's map
+        const int side = simt::block() / n_jobs % 2, head = simt::block() / n_jobs / 2;
+        const EncodeJob job = a.jobs[simt::block() % n_jobs];
         const u8* record = a.exact + job.source * a.exact_stride + head * a.exact_bytes;
         u8* page = a.coded + job.target * a.coded_stride + head * a.coded_bytes;
         const u8* kept = job.keep > 0 ? a.coded + job.kept * a.coded_stride + head * a.coded_bytes : nullptr;
@@ -138,6 +141,9 @@ class Encode {
         starts_ = reinterpret_cast<float*>(code_ + (dim_ * kPitch + 15) / 16 * 16);
         tokens_ = starts_ + 3 * kStarts * kPageTokens;
         shapes_ = reinterpret_cast<simt::Floats2*>(tokens_ + 4 * kPageTokens);
+        places_ = reinterpret_cast<u32*>(shapes_ + dim_);
+        chunks_ = reinterpret_cast<float*>(places_ + s.format.planes);
+        barriers_ = reinterpret_cast<simt::u64*>(chunks_ + 2 * kChunkRows * dim_);
     }
 
     static constexpr float kLargestInput = 1e30f, kLargestMapped = 65504.0f, kTiny = 0x1p-24f;
@@ -146,12 +152,15 @@ class Encode {
     CRUMB_DEVICE static float smaller(float a, float b) { return a < b ? a : b; }
     CRUMB_DEVICE static float clamp(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
     static constexpr int kLanes = kEncodeThreads / kPageTokens;  // that share a token
-    static_assert(kLanes == 4);
     CRUMB_DEVICE int token() const { return simt::thread() / kLanes; }
     CRUMB_DEVICE int part() const { return simt::thread() % kLanes; }
     CRUMB_DEVICE float* of_token(int which) const { return tokens_ + which * kPageTokens; }
 
     CRUMB_DEVICE void side(bool key, const u8* record, u8* page, const u8* kept) {
+        for (int p = simt::thread(); p < s_.format.planes; p += kEncodeThreads) {
+            const bool none = tables_.direction[p] == kNoDirection;  // then the digit read is 0
+            places_[p] = none ? 8u << 16 : tables_.direction[p] | u32(2 * tables_.digit[p]) << 16;
+        }
         load(key, record + s_.rows_at);
         simt::sync_block();
         if (s_.format.mean) {
@@ -182,19 +191,26 @@ class Encode {
     CRUMB_DEVICE u32* scale_bits() const { return reinterpret_cast<u32*>(of_token(1)); }
     CRUMB_DEVICE u32* zero_bits() const { return reinterpret_cast<u32*>(of_token(2)); }
 
-    // K lies by channel, V by token.
+    // K lies by channel, V by token: 16 bytes are 8 tokens of a channel, or 8 channels of a token.
     CRUMB_DEVICE void load(bool key, const u8* rows) {
-        const uint16_t* elements = reinterpret_cast<const uint16_t*>(rows);
+        using namespace simt;
         u32 nonfinite = 0;
-        for (int n = simt::thread(); n < dim_ * kPageTokens; n += kEncodeThreads) {
-            const int channel = key ? n / kPageTokens : n % dim_, t = key ? n % kPageTokens : n / dim_;
-            const u32 bits = elements[n];
-            const bool is_finite = (bits & 0x7f80u) != 0x7f80u, is_nan = (bits & 0x7fffu) > 0x7f80u;
-            nonfinite += t >= keep_ && !is_finite;
-            const float centre = tables_.mean ? tables_.mean[channel] : 0.0f;
-            x_[channel * kPitch + t] = (is_nan ? 0.0f : clamp(simt::float_of(bits << 16), kLargestInput)) - centre;
+#pragma unroll 4
+        for (int n = thread(); n < dim_ * kPageTokens / 8; n += kEncodeThreads) {
+            const int channel = key ? n / 8 : n / kPageTokens * 8, t = key ? n % 8 * 8 : n % kPageTokens;
+            const Words4 w = load_once(reinterpret_cast<const Words4*>(rows) + (key ? n : (t * dim_ + channel) / 8));
+            const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const u32 bits = words[i / 2] >> (16 * (i % 2)) & 0xffffu;
+                const int c = key ? channel : channel + i, at = key ? t + i : t;
+                const bool is_finite = (bits & 0x7f80u) != 0x7f80u, is_nan = (bits & 0x7fffu) > 0x7f80u;
+                nonfinite += at >= keep_ && !is_finite;
+                const float centre = tables_.mean ? tables_.mean[c] : 0.0f;
+                x_[c * kPitch + at] = (is_nan ? 0.0f : clamp(float_of(bits << 16), kLargestInput)) - centre;
+            }
         }
-        if (nonfinite > 0) { simt::add_device(&counts_->nonfinite, nonfinite); }
+        if (nonfinite > 0) { add_device(&counts_->nonfinite, nonfinite); }
     }
 
     CRUMB_DEVICE void page_mean(u8* mean, const u8* kept) {
@@ -215,26 +231,52 @@ class Encode {
         }
     }
 
+    // Rows of the map come in chunks, copied while the chunk before is worked on.
     CRUMB_DEVICE void map() {
         using namespace simt;
-        constexpr int kTokens = 4, kDirections = 8;
+        constexpr int kTokens = 4, kDirections = 4;
         const int t = kTokens * (thread() % (kPageTokens / kTokens));
         const int first = kDirections * (thread() / (kPageTokens / kTokens)), step = kDirections * kEncodeThreads * kTokens / kPageTokens;
-        for (int j = first; j < dim_; j += step) {
-            float sum[kDirections][kTokens] = {};
-            const float* row = tables_.encode + j;
-            const float* at = x_ + t;
-#pragma unroll 4
-            for (int i = 0; i < dim_; i++, row += dim_, at += kPitch) {
-                const Floats4 x = *reinterpret_cast<const Floats4*>(at);
-                const Floats4 low = *reinterpret_cast<const Floats4*>(row), high = *reinterpret_cast<const Floats4*>(row + 4);
-                const float b[kDirections] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-                for (int k = 0; k < kDirections; k++) {
-                    sum[k][0] = fma_exact(x.x, b[k], sum[k][0]), sum[k][1] = fma_exact(x.y, b[k], sum[k][1]);
-                    sum[k][2] = fma_exact(x.z, b[k], sum[k][2]), sum[k][3] = fma_exact(x.w, b[k], sum[k][3]);
-                }
+        const int n_chunks = dim_ / kChunkRows, n_floats = kChunkRows * dim_;
+        if (warp() == 0) {
+            for (int i = 0; i < 2; i++) { copy_init(barriers_ + i); }
+            copy_ready();
+        }
+        sync_block();
+        int copied = 0, used = 0;  // chunks
+        const auto copy = [&](int chunk) {
+            if (warp() == 0) {
+                copy_begin(barriers_ + copied % 2, chunks_ + copied % 2 * n_floats, tables_.encode + chunk * n_floats, u32(n_floats) * 4);
             }
+            copied++;
+        };
+        for (int j = first; j < dim_ + first; j += step) {  // once, up to 128 directions
+            float sum[kDirections][kTokens] = {};
+            copy(0);
+            sync_block();
+#pragma unroll 1
+            for (int chunk = 0; chunk < n_chunks; chunk++) {
+                if (chunk + 1 < n_chunks) { copy(chunk + 1); }
+                copy_wait(barriers_ + used % 2, u32(used / 2) & 1);
+                const float* row = chunks_ + used % 2 * n_floats + j;
+                const float* at = x_ + chunk * kChunkRows * kPitch + t;
+                used++;
+                if (j < dim_) {
+#pragma unroll 8
+                    for (int i = 0; i < kChunkRows; i++, row += dim_, at += kPitch) {
+                        const Floats4 x = *reinterpret_cast<const Floats4*>(at);
+                        const Floats4 y = *reinterpret_cast<const Floats4*>(row);
+                        const float b[kDirections] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+                        for (int k = 0; k < kDirections; k++) {
+                            sum[k][0] = fma_exact(x.x, b[k], sum[k][0]), sum[k][1] = fma_exact(x.y, b[k], sum[k][1]);
+                            sum[k][2] = fma_exact(x.z, b[k], sum[k][2]), sum[k][3] = fma_exact(x.w, b[k], sum[k][3]);
+                        }
+                    }
+                }
+                sync_block();
+            }
+            if (j >= dim_) { continue; }
 #pragma unroll
             for (int k = 0; k < kDirections; k++) {
                 *reinterpret_cast<Floats4*>(y_ + (j + k) * kPitch + t) = {sum[k][0], sum[k][1], sum[k][2], sum[k][3]};
@@ -249,8 +291,9 @@ class Encode {
         float x = from;
 #pragma unroll 8
         for (int j = part(); j < dim_; j += kLanes) { x = join(x, f(y[j * kPitch])); }
-        x = join(x, simt::shuffle_xor(x, 1));
-        return join(x, simt::shuffle_xor(x, 2));
+#pragma unroll
+        for (int o = 1; o < kLanes; o *= 2) { x = join(x, simt::shuffle_xor(x, o)); }
+        return x;
     }
 
     CRUMB_DEVICE void clamp_mapped() {
@@ -313,19 +356,20 @@ class Encode {
             const int digits = tables_.digits[j];
             shapes_[j] = {digits == 0 ? 0.0f : float(1 << (2 * digits)), tables_.step[j]};  // levels, step
         }
+        for (int j = part(); j < dim_; j += kLanes) { x_[j * kPitch + t] = y_[j * kPitch + t] / tables_.sigma[j]; }
+        sync_block();
         if (thread() < kPageTokens) {
-            const float* y = y_ + thread();
+            const float* normal = x_ + thread();
             float energy = 0;
             int n = 0;
+#pragma unroll 8
             for (int j = 0; j < dim_; j++) {
-                if (tables_.digits[j] == 0) { continue; }
-                const float normal = y[j * kPitch] / tables_.sigma[j];
-                energy = fma_exact(normal, normal, energy);
+                if (shapes_[j].x == 0) { continue; }
+                energy = fma_exact(normal[j * kPitch], normal[j * kPitch], energy);
                 n++;
             }
             rms[thread()] = sqrtf(energy / float(n));
         }
-        sync_block();
         for (int j = part(); j < dim_; j += kLanes) {
             if (shapes_[j].x > 0) { y_[j * kPitch + t] /= shapes_[j].y; }
         }
@@ -362,7 +406,7 @@ class Encode {
             const float start = pair == 0 ? kStart[i] : pair == 1 ? kStart[2 + i] : kStart[4 + i];
             inverse[i] = 1.0f / larger(start * of_token(0)[t], kTiny);
         }
-#pragma unroll 4
+#pragma unroll 8
         for (int j = 0; j < dim_; j++) {
             const float levels = shapes_[j].x, step = shapes_[j].y, u = y[j * kPitch];
             if (levels == 0) { continue; }
@@ -378,7 +422,7 @@ class Encode {
             gain[i] = round_to_stored(larger(fit[i] / norm[i], kTiny), bits[i]);
             inverse[i] = 1.0f / gain[i];
         }
-#pragma unroll 4
+#pragma unroll 8
         for (int j = 0; j < dim_; j++) {
             const float levels = shapes_[j].x, step = shapes_[j].y, u = y[j * kPitch];
             if (levels == 0) { continue; }
@@ -408,8 +452,8 @@ class Encode {
     }
 
     CRUMB_DEVICE u32 code_at(int plane, int t) const {
-        const int direction = tables_.direction[plane];
-        return direction == kNoDirection ? 0u : u32(code_[direction * kPitch + t]) >> (2 * tables_.digit[plane]) & 3u;
+        const u32 place = places_[plane];
+        return u32(code_[(place & 0xffffu) * kPitch + t]) >> (place >> 16) & 3u;
     }
 
     CRUMB_DEVICE void write_codes(bool key, u8* codes, const u8* kept) const {
@@ -460,6 +504,9 @@ class Encode {
     float* starts_;   // [errors, gains, stored gains][kStarts][64]
     float* tokens_;   // [rms, scale, zero, saturated][64]
     simt::Floats2* shapes_;  // [D] levels and step
+    u32* places_;     // [P] direction and shift of a plane
+    float* chunks_;   // [2][kChunkRows][D] of the map
+    simt::u64* barriers_;  // [2]
 };
 
 }  // namespace crumb::cuda
