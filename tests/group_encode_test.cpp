@@ -413,11 +413,14 @@ TEST(Balance, MakesDeviationsAlike) {
             y.push_back(x[t][j]);
         }
     }
-    balance(y, tokens, directions);
-    plain::divide_rows(x, tokens);
-    plain::Rows columns = plain::transposed(x);
-    plain::divide_rows(columns, directions);
     const auto spread = [](const std::vector<double>& d) { return std::ranges::max(d) / std::ranges::min(d); };
-    EXPECT_LE(spread(plain::deviations(columns)), 5.0 / 3);
-    EXPECT_LE(spread(plain::deviations(plain::transposed(columns))), 7.0 / 3);
+    for (const BalanceFirst first : {BalanceFirst::tokens, BalanceFirst::directions}) {
+        balance(y, tokens, directions, first);
+        plain::Rows rows = x;
+        plain::divide_rows(rows, tokens);
+        plain::Rows columns = plain::transposed(rows);
+        plain::divide_rows(columns, directions);
+        EXPECT_LE(spread(plain::deviations(columns)), 5.0 / 3);
+        EXPECT_LE(spread(plain::deviations(plain::transposed(columns))), 7.0 / 3);
+    }
 }

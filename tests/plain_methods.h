@@ -179,7 +179,7 @@ inline std::vector<double> deviations(const Rows& x) {
         for (const double value : row) {
             squares += (value - mean) * (value - mean);
         }
-        all.push_back(std::clamp(std::sqrt(squares / double(row.size())), 1e-3, 1e3));
+        all.push_back(std::clamp(std::sqrt(squares / double(row.size() - 1)), 1e-3, 1e3));
     }
     return all;
 }
@@ -194,7 +194,7 @@ inline Rows scaled(const Rows& x, const std::vector<double>& log_tokens, const s
     return y;
 }
 
-inline Scales kvarn_scales(const Rows& x) {
+inline Scales kvarn_scales(const Rows& x, bool tokens_first) {
     std::vector<double> r(x.size(), 0.0), c(x[0].size(), 0.0), best_r, best_c;
     double best = INFINITY;
     const auto spread = [](const std::vector<double>& d) { return std::ranges::max(d) / std::ranges::min(d); };
@@ -203,15 +203,20 @@ inline Scales kvarn_scales(const Rows& x) {
             logs[i] = std::clamp(logs[i] + std::log(d[i]), -0.3, 10.0);
         }
     };
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i <= 16; i++) {
         const Rows y = scaled(x, r, c);
         const double score = spread(deviations(transposed(y))) + spread(deviations(y));
         if (score < best * (1 - 1e-12)) {
             best = score;
             best_r = r, best_c = c;
         }
-        grow(c, deviations(transposed(y)));
-        grow(r, deviations(scaled(x, r, c)));
+        if (tokens_first) {
+            grow(r, deviations(y));
+            grow(c, deviations(transposed(scaled(x, r, c))));
+        } else {
+            grow(c, deviations(transposed(y)));
+            grow(r, deviations(scaled(x, r, c)));
+        }
     }
     Scales scales;
     for (const double log : best_r) {
@@ -224,14 +229,14 @@ inline Scales kvarn_scales(const Rows& x) {
 }
 
 inline void kvarn_keys(Rows& x) {
-    const Scales scales = kvarn_scales(x);
+    const Scales scales = kvarn_scales(x, true);
     divide_rows(x, scales.tokens);
     by_channel(x, 128, {});
     multiply_rows(x, scales.tokens);
 }
 
 inline void kvarn_values(Rows& x) {
-    const Scales scales = kvarn_scales(x);
+    const Scales scales = kvarn_scales(x, false);
     Rows columns = transposed(x);
     divide_rows(columns, scales.channels);
     x = transposed(columns);

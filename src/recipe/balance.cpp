@@ -24,7 +24,7 @@ double deviation(const double* x, size_t n, size_t stride) {
         const double d = x[i * stride] - mean;
         squares += d * d;
     }
-    return std::clamp(std::sqrt(squares / double(n)), kLeastDeviation, kMostDeviation);
+    return std::clamp(std::sqrt(squares / double(n - 1)), kLeastDeviation, kMostDeviation);
 }
 
 struct Page {
@@ -67,21 +67,27 @@ void multiply(std::span<double> gains, const std::vector<double>& deviations) {
 
 }  // namespace
 
-void balance(std::span<const double> y, std::span<double> tokens, std::span<double> directions) {
+void balance(std::span<const double> y, std::span<double> tokens, std::span<double> directions, BalanceFirst first) {
     Page page = {std::vector<double>(y.size()), tokens.size(), directions.size()};
     std::vector<double> t(tokens.size(), 1.0), d(directions.size(), 1.0);
     double least = std::numeric_limits<double>::infinity();
-    for (int round = 0; round < kRounds; ++round) {
+    for (int round = 0; round <= kRounds; ++round) {
         page.divide(y, t, d);
-        const std::vector<double> columns = page.columns();
-        if (const double score = spread(columns) + spread(page.rows()); score < least) {
+        const std::vector<double> rows = page.rows(), columns = page.columns();
+        if (const double score = spread(columns) + spread(rows); score < least) {
             least = score;
             std::ranges::copy(t, tokens.begin());
             std::ranges::copy(d, directions.begin());
         }
-        multiply(d, columns);
-        page.divide(y, t, d);
-        multiply(t, page.rows());
+        if (first == BalanceFirst::tokens) {
+            multiply(t, rows);
+            page.divide(y, t, d);
+            multiply(d, page.columns());
+        } else {
+            multiply(d, columns);
+            page.divide(y, t, d);
+            multiply(t, page.rows());
+        }
     }
 }
 

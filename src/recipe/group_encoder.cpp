@@ -132,7 +132,7 @@ class Encoder {
         }
         if (keep_ == 0) {
             std::vector<double> tokens(tokens_), directions(dim_);
-            balance(std::vector<double>(y_.begin(), y_.end()), tokens, directions);
+            balance(std::vector<double>(y_.begin(), y_.end()), tokens, directions, BalanceFirst::directions);
             for (size_t j = 0; j < dim_; ++j) {
                 store_at(info_.data() + at_.channel_gain, j, to_fp16(float(directions[j])));
             }
@@ -230,7 +230,7 @@ class Encoder {
     void balanced_gains(std::vector<double>& gains) const {
         if (keep_ == 0) {
             std::vector<double> directions(dim_);
-            balance(std::vector<double>(y_.begin(), y_.end()), gains, directions);
+            balance(std::vector<double>(y_.begin(), y_.end()), gains, directions, BalanceFirst::tokens);
             return;
         }
         double lengths = 0, kept = 0;
