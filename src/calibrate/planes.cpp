@@ -33,17 +33,20 @@ struct Choice {
     double shrink = kShrinks[0];
 };
 
-// [d][d], row major.
-Vector product(const Vector& a, const Vector& b, int d) {
-    Vector c(size_t(d) * d);
+// c += a b, [d][d], row major.
+CRUMB_CLONES void add_product(const double* __restrict a, const double* __restrict b, int d, double* __restrict c) {
     for (int i = 0; i < d; ++i) {
         for (int k = 0; k < d; ++k) {
-            const double x = a[size_t(i) * d + k];
             for (int j = 0; j < d; ++j) {
-                c[size_t(i) * d + j] += x * b[size_t(k) * d + j];
+                c[i * d + j] += a[i * d + k] * b[k * d + j];
             }
         }
     }
+}
+
+Vector product(const Vector& a, const Vector& b, int d) {
+    Vector c(size_t(d) * d);
+    add_product(a.data(), b.data(), d, c.data());
     return c;
 }
 
@@ -172,12 +175,13 @@ Vector mapped(const SideTables& tables, std::span<const bf16> rows) {
     return y;
 }
 
-// Adds what n directions of a token lose in codes of so many levels with these steps.
-CRUMB_CLONES void add_misses(const double* __restrict y, const double* __restrict steps, int n, double levels,
+// Adds what n directions of a token lose in codes of so many levels with these steps times its gain.
+CRUMB_CLONES void add_misses(const double* __restrict y, const double* __restrict steps, double gain, int n, double levels,
                              double* __restrict errors) {
     for (int i = 0; i < n; ++i) {
-        const double code = std::min(std::max(std::floor(y[i] / steps[i] + levels / 2), 0.0), levels - 1);
-        const double miss = y[i] - (code - (levels - 1) / 2) * steps[i];
+        const double step = steps[i] * gain;
+        const double code = std::min(std::max(std::floor(y[i] / step + levels / 2), 0.0), levels - 1);
+        const double miss = y[i] - (code - (levels - 1) / 2) * step;
         errors[i] += miss * miss;
     }
 }
@@ -188,7 +192,13 @@ void fit_steps(PlanesSide& side, const SideRecipe& row, std::span<const SamplePa
     const SideTables tables = planes_tables(side, 0, trial_format(side, row));
     const int d = tables.format.dim;
     constexpr size_t kFactors = std::size(kStepFactors);
-    std::vector<double> errors(kFactors * kMostDigits * size_t(d)), steps(d);  // by factor, digits, direction
+    const size_t widths = kMostDigits * size_t(d);
+    std::vector<double> steps, errors(kFactors * widths);  // by factor, digits, direction
+    for (const double factor : kStepFactors) {
+        for (const float step : side.step.data) {
+            steps.push_back(step * factor);
+        }
+    }
     for (const SamplePage& page : sample) {
         const Vector y = mapped(tables, page.*rows);
         for (int t = 0; t < kPageTokens; ++t) {
@@ -201,18 +211,14 @@ void fit_steps(PlanesSide& side, const SideRecipe& row, std::span<const SamplePa
                 live += tables.digits[i] > 0;
             }
             const double gain = std::max(std::sqrt(energy / std::max(live, 1)), 1e-6);
-            double* sum = errors.data();
-            for (const double factor : kStepFactors) {
-                for (int digits = 1; digits <= kMostDigits; ++digits, sum += d) {
-                    for (int i = 0; i < d; ++i) {
-                        steps[i] = side.step.data[size_t(digits - 1) * d + i] * factor * gain;
-                    }
-                    add_misses(row, steps.data(), d, double(1 << 2 * digits), sum);
+            for (size_t f = 0; f < kFactors; ++f) {
+                for (int digits = 1; digits <= kMostDigits; ++digits) {
+                    const size_t at = f * widths + size_t(digits - 1) * d;
+                    add_misses(row, &steps[at], gain, d, double(1 << 2 * digits), &errors[at]);
                 }
             }
         }
     }
-    const size_t widths = kMostDigits * size_t(d);
     for (size_t e = 0; e < widths && !sample.empty(); ++e) {
         size_t least = 0;
         for (size_t f = 1; f < kFactors; ++f) {
