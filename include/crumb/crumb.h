@@ -120,7 +120,7 @@ crumb_status crumb_plan(const crumb_layer* layer, const crumb_step* step, void* 
 /* Once a layer, after crumb_plan() of the step on the same stream. Layers that follow each other share a workspace. */
 crumb_status crumb_attend(const crumb_layer* layer, const crumb_step* step, const crumb_io* io, void* stream);
 
-/* Rows of K and V in BF16, [n_tokens][n_head_kv][dim], into slots of exact blocks: token i goes to slot slots[i] % 64 of
+/* Rows of K and V in BF16, [n_tokens][n_head_kv][dim], 16-byte aligned, into slots of exact blocks: token i goes to slot slots[i] % 64 of
  * block blocks[i]. */
 typedef struct crumb_rows {
     crumb_backend backend;

@@ -138,10 +138,9 @@ class Ring {
 };
 
 // What a warp has of a segment that others have parts of.
-struct Piece {
+struct alignas(16) Piece {
     int segment;
     int first_block, last_block;
-    int unused;
 };
 
 template <PageFormat F, int NT>
@@ -169,7 +168,7 @@ class Decode {
                                               : scratch_of(a, warp());
             sums(a, record, ring, mine, entry);
             if (!record.whole && lane() == 0) {
-                pieces[2 * warp() + last] = {record.segment, record.first_block, record.last_block, 0};
+                pieces[2 * warp() + last] = {record.segment, record.first_block, record.last_block};
             }
             at = record.next;
         }
