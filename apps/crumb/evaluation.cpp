@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -60,7 +61,15 @@ void Evaluation::choose_variants() {
     std::vector<std::string> names = o_.recipes;
     if (o_.sweep) {
         for (const auto& stock : kStocks) { names.emplace_back(stock.name); }
-        for (const auto& recipe : recipes()) { names.emplace_back(recipe.name); }
+        std::vector<std::string_view> slow;
+        for (const auto& recipe : recipes()) {
+            if (recipe.slow() && !o_.allow_slow) {
+                slow.push_back(recipe.name);
+            } else {
+                names.emplace_back(recipe.name);
+            }
+        }
+        if (!slow.empty()) { verdict_.notes.push_back(fmt::format("left out {}: they have no fast attention, --kv-allow-slow runs them", fmt::join(slow, ", "))); }
     }
     const auto path = o_.artefact.empty() ? llama::default_artefact(o_.model) : o_.artefact;
     for (const auto& name : names) {
@@ -110,6 +119,7 @@ int Evaluation::reading_positions(const Variant& variant, int context) const {
 // Where no code is read a recipe looks as good as 16 bit. Known before anything is measured.
 void Evaluation::require_codes() {
     for (const int context : o_.contexts) {
+        std::map<int, std::vector<std::string>> few;  // by positions that read
         for (const auto& variant : variants_) {
             if (!variant.kv) { continue; }
             const int sink = variant.kv->sink, recent = variant.kv->recent, counted = context - 1 - first(context);
@@ -119,14 +129,15 @@ void Evaluation::require_codes() {
                      "more, or smaller --kv-sink and --kv-recent",
                      context, sink, recent, counted, variant.label, 256 * ((2 * (sink + recent) + 511) / 256));
             }
-            if (2 * reading < counted) {
-                verdict_.notes.push_back(fmt::format("{} at {}: only {} of the {} positions that count read codes, so it looks better here than it is: take a larger -c",
-                                                     variant.label, context, reading, counted));
-            }
+            if (2 * reading < counted) { few[reading].push_back(variant.label); }
             if (const int prompt = context - o_.generate; o_.generate && prompt <= sink + recent) {
                 fail("--generate {} at {} tokens leaves a prompt of {}, which is inside the {} tokens that stay 16 bit: take a larger -c", o_.generate,
                      context, prompt, sink + recent);
             }
+        }
+        for (const auto& [reading, labels] : few) {
+            verdict_.notes.push_back(fmt::format("at {} only {} of the {} positions that count read codes of {}: they look better here than they are, take a larger -c",
+                                                 context, reading, context - 1 - first(context), fmt::join(labels, ", ")));
         }
     }
 }
