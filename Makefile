@@ -16,9 +16,12 @@ ARCH  ?= 90
 FORMATS ?= .
 CMAKE_FLAGS ?=
 CTEST_FLAGS ?=
+# Objects of this tree are found again by every build folder and every clone of it.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 ctest = ctest --test-dir $(BUILD) --output-on-failure $(CTEST_FLAGS)
 
-.PHONY: help setup build test test-fast demo cuda clean
+.PHONY: help setup build test test-fast test-python wheel demo cuda clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,6 +43,19 @@ test: setup build ## everything: fetch two small models and text, run all tests
 	@tools/fetch.py model gemma3 >/dev/null
 	@tools/fetch.py text >/dev/null
 	@$(ctest)
+	@$(MAKE) test-python
+
+test-python: setup build ## the Python package: build the wheel, install it, run its tests
+	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh) && \
+	$(MAKE) wheel && "$$env/bin/python" -m pip -q --disable-pip-version-check install --no-deps --force-reinstall $(BUILD)/wheel/*.whl && \
+	"$$env/bin/python" -m pytest python/tests --crumb $(BUILD)/bin/crumb --model "$$model" --text "$$text/evaluation/prose.txt" \
+	    --work $(CRUMB_CACHE)/python/work
+
+wheel: setup ## the Python package as a wheel in $(BUILD)/wheel
+	@env=$$(tools/python.sh) && rm -rf $(BUILD)/wheel && \
+	CC=cc CXX=c++ CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache \
+	    "$$env/bin/python" -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w $(BUILD)/wheel \
+	    --config-settings=build-dir=$(abspath $(BUILD)-python) ./python
 
 test-fast: setup build ## the tests that need no model
 	@$(ctest) -L fast -j $(JOBS)
@@ -56,4 +72,4 @@ cuda: ## compile the CUDA kernels (needs nvcc 13; ARCH=90, FORMATS=regex) and pa
 	@tools/gpu/pack.sh build-cuda
 
 clean: ## remove this tree's build; the cache folder stays
-	@rm -rf $(BUILD) build-cuda
+	@rm -rf $(BUILD) $(BUILD)-python build-cuda

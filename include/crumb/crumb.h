@@ -56,6 +56,7 @@ crumb_status crumb_layers_create(const char* recipe, const char* artefact, const
                                  crumb_layer** layers /* [n_layers] */);
 void crumb_layer_destroy(crumb_layer* layer);
 
+crumb_layer_shape crumb_shape(const crumb_layer* layer);
 size_t crumb_block_bytes(const crumb_layer* layer);
 size_t crumb_exact_block_bytes(const crumb_layer* layer);
 double crumb_bits_per_element(const crumb_layer* layer);
@@ -164,6 +165,37 @@ crumb_status crumb_encode(const crumb_layer* layer, const crumb_encode_batch* ba
 /* Copies n blocks, to_ids[i] <- from_ids[i] (host arrays), within one memory or between host and device. */
 crumb_status crumb_copy(crumb_backend backend, size_t block_bytes, void* to, size_t to_stride, const uint32_t* to_ids,
                         const void* from, size_t from_stride, const uint32_t* from_ids, size_t n, void* stream);
+
+/* Calibration: what attention sees while a model reads texts becomes an artefact (docs/design/artefact.md). Ordinary
+ * memory, rows packed. */
+typedef struct crumb_calibration crumb_calibration;
+
+/* The first `skip` tokens of each sequence are left out of all sums. */
+crumb_status crumb_calibration_create(int skip, int n_threads, crumb_calibration** calibration);
+void crumb_calibration_destroy(crumb_calibration* calibration);
+
+/* What is observed next belongs to these tokens, a new sequence, in part `fold` (0 or 1) of the text: what is fitted on one
+ * part is tried on the other. */
+crumb_status crumb_calibration_begin(crumb_calibration* calibration, int fold, const int32_t* tokens, int n_tokens);
+
+/* The next tokens of the sequence in one layer: Q and K after norms and RoPE and before the scale of the logits, V as it is
+ * cached, the output of attention before W_O. */
+crumb_status crumb_calibration_observe(crumb_calibration* calibration, const crumb_layer_shape* shape, int n_tokens,
+                                       const float* q /* [n_tokens][n_head][dim_k] */, const float* k /* [n_tokens][n_head_kv][dim_k] */,
+                                       const float* v /* [n_tokens][n_head_kv][dim_v] */, const float* output /* [n_tokens][n_head][dim_v] */);
+
+/* What noise on the rows of a layer costs (metric.h), from part `fold` of the text: means over n_rows rows. */
+crumb_status crumb_calibration_metric(crumb_calibration* calibration, const crumb_layer_shape* shape, int fold, uint64_t n_rows,
+                                      const double* k /* [n_head_kv][dim_k][dim_k] */, const double* v /* [n_head_kv][dim_v][dim_v] */);
+
+typedef struct crumb_model_identity {
+    const char *name, *architecture, *hash; /* hash: what an artefact recognises its model by */
+    int n_layer, n_head, n_head_kv, dim_k, dim_v;
+} crumb_model_identity;
+
+/* Key means, rotations and the bases of `planes` of these layers, to `file`. texts, metric: what provenance says of them. */
+crumb_status crumb_calibration_write(const crumb_calibration* calibration, const crumb_model_identity* model, const char* texts,
+                                     const char* metric, const int* layers, int n_layers, const char* file);
 
 #ifdef __cplusplus
 }

@@ -109,14 +109,19 @@ crumb_status crumb_layers_create(const char* name, const char* file, const crumb
             const crumb_layer_shape& s = wanted[i];
             std::vector<HeadTables> tables = layer_tables(recipe, s.layer, s.n_head_kv, formats[i], artefact.get());
             AttentionMaps maps = attention_maps(tables);
-            made.emplace_back(new crumb_layer{recipe, formats[i], std::move(tables), std::move(maps), s.n_head, s.n_head_kv,
-                                              s.scale, s.softcap});
+            made.emplace_back(new crumb_layer{recipe, formats[i], std::move(tables), std::move(maps), s.layer, s.n_head,
+                                              s.n_head_kv, s.scale, s.softcap});
         }
         std::ranges::transform(made, layers, [](std::unique_ptr<crumb_layer>& layer) { return layer.release(); });
     });
 }
 
 void crumb_layer_destroy(crumb_layer* layer) { delete layer; }
+
+crumb_layer_shape crumb_shape(const crumb_layer* layer) {
+    return {layer->number,       layer->n_head, layer->n_head_kv, layer->format.k.dim,
+            layer->format.v.dim, layer->scale,  layer->softcap};
+}
 
 size_t crumb_block_bytes(const crumb_layer* layer) { return size_t(layer->n_head_kv) * layer->format.bytes(); }
 

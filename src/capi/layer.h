@@ -15,6 +15,7 @@ struct crumb_layer {
     crumb::PageFormat format;
     std::vector<crumb::HeadTables> tables;
     crumb::AttentionMaps maps;  // of the CPU's kernels
+    int number;  // the model's own
     int n_head, n_head_kv;
     float scale, softcap;
 };

@@ -1,0 +1,182 @@
+"""calibrate(): what a model's attention sees while it reads texts becomes an artefact, as crumb calibrate makes one from a GGUF.
+
+Sums, rotations and bases are the core's (docs/design/artefact.md). Here is what only the model's framework can do: hand over
+Q, K, V and the output of attention, and the gradient metric, by autograd. Noise that is zero stands beside K and V where far
+queries read them; what the loss's gradient says about it is what errors of the codes cost.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from . import library, models
+from .blocks import Rules
+from .cache import mask
+from .library import c
+
+LEAST_TOKENS = 2000
+SKIP = 64  # sinks: first tokens of a window, which stay exact in a cache
+CLIP = 3.0  # rows' gradients are cut to this many median lengths, and the sum scaled to the trace it had
+
+
+@dataclass
+class _Run:
+    """One pass over the texts."""
+
+    shapes: list
+    order: torch.Tensor | None
+    handle: ctypes.c_void_p = None  # what observes; None: the gradient is wanted
+    rules: Rules = field(default_factory=Rules)
+    noise: dict = field(default_factory=dict)  # layer: (of K, of V), [KV heads, T, D]
+
+    def attention(self, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+        layer, shape = module.layer_idx, self.shapes[module.layer_idx]
+        if self.handle is None:
+            n = key.shape[2]
+            self.noise[layer] = [torch.zeros(h.shape[1:], device=h.device, requires_grad=True) for h in (key, value)]
+            out = checkpoint(_noisy_attention, query[0].float(), key[0].float(), value[0].float(), *self.noise[layer],
+                             _far(n, self.rules, key.device), shape, use_reentrant=False)
+        else:
+            q, k, v = query[0].float(), key[0].float(), value[0].float()
+            out = _causal_attention(q, k, v, shape)
+            order = slice(None) if self.order is None else self.order.to(q.device)
+            rows = [x.transpose(0, 1).contiguous().cpu() for x in (q[..., order], k[..., order], v, out)]
+            pointers = [ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_float)) for x in rows]
+            library.require(c.crumb_calibration_observe(self.handle, ctypes.byref(library._Shape(*vars(shape).values())),
+                                                        len(rows[0]), *pointers))
+        return out.transpose(0, 1)[None].to(query.dtype).contiguous(), None
+
+
+def _logits(q, k, shape):
+    logits = q @ k.repeat_interleave(shape.n_head // shape.n_head_kv, 0).transpose(1, 2) * shape.scale
+    return shape.softcap * torch.tanh(logits / shape.softcap) if shape.softcap else logits
+
+
+def _causal_attention(q, k, v, shape):
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    weights = _logits(q, k, shape).masked_fill(future, -torch.inf).softmax(-1)
+    return weights @ v.repeat_interleave(shape.n_head // shape.n_head_kv, 0)
+
+
+def _far(n, rules, device):
+    """[n, n]: whether query t may read token j through codes."""
+    t, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    return (j >= rules.sink) & (j <= t - rules.recent)
+
+
+def _noisy_attention(q, k, v, noise_k, noise_v, far, shape):
+    n = q.shape[1]
+    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    far_logits = _logits(q, k + noise_k, shape)
+    weights = torch.where(far, far_logits, _logits(q, k, shape)).masked_fill(future, -torch.inf).softmax(-1)
+    group = shape.n_head // shape.n_head_kv
+    return weights @ v.repeat_interleave(group, 0) + weights * far @ noise_v.repeat_interleave(group, 0)
+
+
+def _squares(gradients, clip):
+    """Sum of g^T g over rows [heads, n, D], in double precision: long rows say how much a head matters, but not which way."""
+    g = gradients.double()
+    lengths = g.norm(dim=2, keepdim=True)
+    longest = clip * lengths.median(dim=1, keepdim=True).values
+    cut = g * (longest / lengths.clamp(min=1e-300)).clamp(max=1)
+    factor = g.square().sum((1, 2)) / cut.square().sum((1, 2)).clamp(min=1e-300)
+    return cut.transpose(1, 2) @ cut * factor.clamp(min=1)[:, None, None]
+
+
+def _gradients(model, run, tokens, generator):
+    """Of minus the log-probability of labels that the model itself draws, summed over the positions that have far tokens."""
+    first = run.rules.sink + run.rules.recent
+    with torch.enable_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits[0, first:].float()
+        labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    rows = slice(run.rules.sink, tokens.shape[1] - run.rules.recent)
+    for layer, (k, v) in run.noise.items():
+        order = slice(None) if run.order is None else run.order.to(k.device)
+        k, v = k.grad[:, rows][..., order].cpu(), v.grad[:, rows].cpu()
+        if not (k.isfinite().all() and v.isfinite().all()):
+            raise ValueError(f"crumb_kv: the gradient of layer {layer} is not finite. Load the model with dtype=torch.float32, or "
+                             "type metric='none'")
+        yield layer, k, v
+
+
+def _windows(tokenizer, texts, n_tokens, window):
+    """Window i of every text, then window i + 1 of every text; the parts that fits are tried on alternate."""
+    begins = [] if tokenizer.bos_token_id is None or not getattr(tokenizer, "add_bos_token", False) else [tokenizer.bos_token_id]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    room, left, windows = min(window, max(256, n_tokens // len(texts))) - len(begins), n_tokens, []
+    for at in range(0, max(map(len, ids)), room):
+        for i, text in enumerate(ids):
+            piece = (begins + text[at : at + room])[:left]
+            if at < len(text) and len(piece) > SKIP:
+                left -= len(piece)
+                windows.append((torch.tensor([piece]), (at // room + i) % 2))
+    return windows
+
+
+def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metric="gradient", seed=0):
+    """Reads texts (strings) with the model and writes the artefact `file`, which CrumbCache(model, ..., artefact=file) takes.
+
+    tokens: of all texts together, in windows of `window`, each a sequence of its own. metric: how `planes` weighs errors:
+    "gradient", what they do to the model's predictions, one backward pass a window, or "none". An artefact made here knows its
+    model by the hash of its weights in BF16. Raises ValueError that says what is wrong and what to do."""
+    shapes = models.shapes_of(model)
+    if metric not in ("gradient", "none"):
+        raise ValueError(f"there is no metric '{metric}': type metric='gradient' or 'none'")
+    windows = _windows(tokenizer, texts, tokens, window) if texts else []
+    used = sum(ids.shape[1] - SKIP for ids, _ in windows)
+    if used < LEAST_TOKENS:
+        raise ValueError(f"calibration needs at least {LEAST_TOKENS} tokens and has {used} (the first {SKIP} of each window do not "
+                         "count): give longer texts, or more of them")
+    if metric == "gradient" and window <= Rules().sink + Rules().recent:
+        raise ValueError(f"windows of {window} tokens have none that is read through codes: metric='gradient' needs longer ones")
+
+    handle = ctypes.c_void_p()
+    library.require(c.crumb_calibration_create(SKIP, torch.get_num_threads(), ctypes.byref(handle)))
+    implementation, required = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
+    try:
+        model.requires_grad_(False)
+        run = _Run(shapes, models.channel_order(model, shapes[0].dim_k))
+        AttentionInterface.register("crumb-calibrate", run.attention)
+        AttentionMaskInterface.register("crumb-calibrate", mask)
+        model.set_attn_implementation("crumb-calibrate")
+        device = model.get_input_embeddings().weight.device
+        if metric == "gradient":
+            _add_metric(model, run, handle, windows, device, torch.Generator().manual_seed(seed))
+        run.handle = handle
+        with torch.no_grad():
+            for ids, fold in windows:
+                of_c = (ctypes.c_int32 * ids.numel())(*ids[0].tolist())
+                library.require(c.crumb_calibration_begin(handle, fold, of_c, len(of_c)))
+                model(input_ids=ids.to(device), use_cache=False, logits_to_keep=1)
+        layers = (ctypes.c_int * len(shapes))(*(shape.layer for shape in shapes))
+        said = f"gradient (seed {seed}, clip {CLIP:g})" if metric == "gradient" else metric
+        identity = library._Identity(**{name: value.encode() if isinstance(value, str) else value
+                                        for name, value in models.identity(model, shapes).items()})
+        library.require(c.crumb_calibration_write(handle, ctypes.byref(identity), f"{len(texts)} texts".encode(), said.encode(),
+                                                  layers, len(layers), str(file).encode()))
+    finally:
+        c.crumb_calibration_destroy(handle)
+        model.set_attn_implementation(implementation)
+        for parameter in required:
+            parameter.requires_grad_(True)
+
+
+def _add_metric(model, run, handle, windows, device, generator):
+    sums, rows = {}, {0: 0, 1: 0}
+    for ids, fold in windows:
+        n_rows = ids.shape[1] - run.rules.sink - run.rules.recent
+        if n_rows > 0:
+            rows[fold] += n_rows
+            for layer, k, v in _gradients(model, run, ids.to(device), generator):
+                before = sums.setdefault((fold, layer), [0, 0])
+                sums[fold, layer] = [before[0] + _squares(k, CLIP), before[1] + _squares(v, CLIP)]
+    for (fold, layer), sides in sums.items():
+        k, v = ((side / rows[fold]).contiguous() for side in sides)
+        pointers = [ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_double)) for x in (k, v)]
+        shape = library._Shape(*vars(run.shapes[layer]).values())
+        library.require(c.crumb_calibration_metric(handle, ctypes.byref(shape), fold, rows[fold], *pointers))

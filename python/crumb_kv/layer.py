@@ -1,0 +1,74 @@
+"""Layers of a model as crumb knows them: recipe, tables and sizes. They hold no tokens."""
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from . import library
+from .library import c
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer whose K and V are coded. layer: the model's own number, which is the artefact's."""
+
+    layer: int
+    n_head: int
+    n_head_kv: int
+    dim_k: int
+    dim_v: int
+    scale: float  # of the logits
+    softcap: float = 0.0  # cap * tanh(logit / cap), 0: none
+
+
+class Layer:
+    """Owns the C object; `handle` is what torch.ops.crumb takes, and good as long as this object lives."""
+
+    def __init__(self, handle, shape):
+        self.handle = handle
+        self.shape = shape
+        self.block_bytes = c.crumb_block_bytes(handle)  # 64 tokens of all KV heads, coded
+        self.exact_block_bytes = c.crumb_exact_block_bytes(handle)  # the same in BF16
+        self.bits_per_element = c.crumb_bits_per_element(handle)
+        self._tables = {}
+        weakref.finalize(self, c.crumb_layer_destroy, handle)
+
+    def __deepcopy__(self, memo):  # it never changes
+        return self
+
+    def tables(self, device):
+        """What the kernels of a CUDA device read beside the blocks; None on the CPU."""
+        if device.type == "cpu":
+            return None
+        if device not in self._tables:
+            size = ctypes.c_size_t()
+            library.require(c.crumb_tables_bytes(self.handle, ctypes.byref(size)))
+            tables = torch.empty(size.value, dtype=torch.uint8, device=device)
+            with torch.cuda.device(device):
+                library.require(c.crumb_tables_write(self.handle, tables.data_ptr(), size.value))
+            self._tables[device] = tables
+        return self._tables[device]
+
+    def workspace_bytes(self, device, n_tiles, rows_per_tile, multiprocessors):
+        """Bytes that plan() and attend() of a step of this shape need."""
+        if device.type == "cpu":
+            return 0
+        step, size = library._Step(), ctypes.c_size_t()
+        step.backend, step.n_tiles, step.rows_per_tile = library.CUDA, n_tiles, rows_per_tile
+        step.multiprocessors = multiprocessors
+        library.require(c.crumb_workspace_bytes(self.handle, ctypes.byref(step), ctypes.byref(size)))
+        return size.value
+
+
+def make_layers(recipe, shapes, artefact=None):
+    """All coded layers of a model, one Layer a Shape. recipe: what --kv takes ("had2", "planes:1.5"). artefact: the file of a
+    calibration, for recipes that need one; it is read once, and `planes` spends its budget over all layers together.
+    Raises ValueError that says what is wrong and what to do."""
+    shapes = list(shapes)
+    of_c = (library._Shape * len(shapes))(*(library._Shape(*vars(shape).values()) for shape in shapes))
+    handles = (ctypes.c_void_p * len(shapes))()
+    file = None if artefact is None else str(artefact).encode()
+    library.require(c.crumb_layers_create(recipe.encode(), file, of_c, len(shapes), handles))
+    return [Layer(handle, shape) for handle, shape in zip(handles, shapes)]

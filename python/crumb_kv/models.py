@@ -1,0 +1,112 @@
+"""What crumb needs to know of a transformers model, and which models it refuses."""
+
+import hashlib
+import json
+
+import torch
+
+from .layer import Shape
+
+# By model_type: the architecture's name in GGUF, and whether GGUF interleaves the two halves of a rotary head. crumb codes
+# the channels of a head in GGUF's order, so that artefacts and codes are those of the crumb program.
+GGUF = {
+    "llama": ("llama", True),
+    "mistral": ("llama", True),
+    "mixtral": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+}
+
+NO_CRUMB = "Leave past_key_values out to use transformers' own cache"
+
+
+def refuse(model, why, remedy=NO_CRUMB):
+    raise ValueError(f"crumb_kv cannot serve {type(model).__name__}: {why}. {remedy}.")
+
+
+def shapes_of(model):
+    """The Shape of every layer. Raises ValueError for models whose cache crumb cannot be."""
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        refuse(model, "it is an encoder-decoder model")
+    if not type(model)._can_set_attn_implementation():
+        refuse(model, "its attention is not transformers' attention interface")
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        refuse(model, f"its weights are {model.dtype}", "Load it with dtype=torch.bfloat16")
+    if getattr(config, "kv_lora_rank", None):
+        refuse(model, "its KV is latent (MLA), which has no page format")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse(model, f"{config.num_kv_shared_layers} of its layers read the KV of others")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if kinds:
+        refuse(model, f"it has layers of kind {', '.join(sorted(kinds))}, and only full attention is coded here",
+               "The crumb program serves it: crumb chat -m MODEL.gguf")
+    if not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
+        refuse(model, f"all of its layers see a window of {config.sliding_window} tokens",
+               "Set model.config.sliding_window = None if your texts are shorter than that")
+    attention = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    if sorted(attention) != list(range(config.num_hidden_layers)):
+        refuse(model, f"{len(attention)} of its {config.num_hidden_layers} layers have an attention that says its scaling")
+    n_head = config.num_attention_heads
+    n_head_kv = getattr(config, "num_key_value_heads", None) or n_head
+    dim = getattr(config, "head_dim", None) or config.hidden_size // n_head
+    softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+    return [Shape(i, n_head, n_head_kv, dim, dim, float(attention[i].scaling), softcap) for i in sorted(attention)]
+
+
+def has_key_bias(model):
+    keys = (getattr(m, "k_proj", None) for m in model.modules())
+    return any(getattr(k, "bias", None) is not None for k in keys)
+
+
+def channel_order(model, dim):
+    """Where each channel of a head comes from, in GGUF's order; None: they stay where they are."""
+    config = model.config.get_text_config(decoder=True)
+    _, interleaved = GGUF.get(config.model_type, (None, False))
+    return torch.arange(dim).view(2, dim // 2).t().reshape(-1) if interleaved else None
+
+
+def _made_here(model):
+    """What an artefact of calibrate() calls the architecture: heads lie as channel_order() says."""
+    return "transformers/" + model.config.get_text_config(decoder=True).model_type
+
+
+def weights_hash(model):
+    """Of the weights in BF16, so that it does not depend on the type in which they are loaded."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {list(weight.shape)}".encode())
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy())
+    return digest.hexdigest()[:32]
+
+
+def _sizes(shapes):
+    s = shapes[0]
+    return {"n_layer": len(shapes), "n_head": s.n_head, "n_head_kv": s.n_head_kv, "dim_k": s.dim_k, "dim_v": s.dim_v}
+
+
+def identity(model, shapes):
+    """What an artefact of calibrate() says of its model."""
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return {"name": name, "architecture": _made_here(model), "hash": weights_hash(model), **_sizes(shapes)}
+
+
+def check_artefact(model, file, shapes):
+    """That the artefact was made for this model, or for a GGUF of a model of its kind. `file` has been read: it is a
+    well-formed artefact."""
+    with open(file, "rb") as f:
+        made_for = json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
+    kind = model.config.get_text_config(decoder=True).model_type
+    if made_for["model.architecture"] == _made_here(model):
+        wanted = identity(model, shapes)
+        del wanted["name"]
+    elif kind in GGUF:
+        wanted = {"architecture": GGUF[kind][0], **_sizes(shapes)}
+    else:
+        refuse(model, f"how GGUF lays out the heads of a '{kind}' model is not known here, so the artefact {file} cannot be used",
+               "Make one with crumb_kv.calibrate(model, ...)")
+    differs = [f"{name} {made_for['model.' + name]}, not {value}" for name, value in wanted.items()
+               if made_for["model." + name] != str(value)]
+    if differs:
+        refuse(model, f"the artefact {file} was made for {made_for['model.name']} ({'; '.join(differs)})",
+               "Make one for this model with crumb_kv.calibrate(model, ...)")
