@@ -66,6 +66,28 @@ TEST(Save, ComesBackInAnotherCacheAndGoesOnAsBefore) {
     }
 }
 
+TEST(Save, SaysWhichTokensWithoutReadingBlocks) {
+    Cache cache(config_of({.step = 400}));
+    std::vector<int32_t> ids;
+    for (const StepToken& t : run_of(1, 0, 400)) {
+        ids.push_back(int32_t(t.token));
+    }
+    ASSERT_TRUE(step(cache, run_of(1, 0, 400)));
+    const Bytes state = save(cache, 1);
+    size_t at = 0;
+    const auto read = [&](void* data, size_t size) {
+        std::memcpy(data, state.data() + std::exchange(at, at + size), size);
+    };
+    EXPECT_EQ(cache.saved_ids(read), ids);
+    EXPECT_LT(at, state.size() / 10);
+    Bytes damaged = state;
+    damaged[at - 12] ^= std::byte{1};
+    at = 0;
+    EXPECT_ANY_THROW(cache.saved_ids([&](void* data, size_t size) {
+        std::memcpy(data, damaged.data() + std::exchange(at, at + size), size);
+    }));
+}
+
 TEST(Save, KeepsWhatIsAgedEarly) {
     const Scenario scenario{.sink = 0, .recent = 64, .step = 512};
     Cache here(config_of(scenario)), there(config_of(scenario));

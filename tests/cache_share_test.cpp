@@ -44,6 +44,14 @@ Bytes cold(const Scenario& scenario, const std::vector<StepToken>& tokens) {
     return save(cache, tokens[0].sequence);
 }
 
+size_t bf16_bytes(const CacheConfig& config, int tokens) {
+    size_t bytes = 0;
+    for (const CacheLayer& l : config.layers) {
+        bytes += l.stores ? size_t(2 * tokens * l.n_head_kv * (l.dim_k + l.dim_v)) : 0;
+    }
+    return bytes;
+}
+
 const Scenario kServer{.recent = 128, .n_sequences = 4, .tokens = 2600, .spare_windows = 4};
 
 }  // namespace
@@ -98,6 +106,47 @@ TEST(Share, WhatIsAnnouncedIsKept) {
     EXPECT_EQ(prompt(cache, second), 960);
     EXPECT_EQ(prompt(cache, third), 960);
     EXPECT_EQ(save(cache, 2), cold(kServer, third));
+}
+
+// The second text with the same system prompt finds it, if the first one was told where it ends.
+TEST(Share, WhatIsCommonIsKept) {
+    Cache cache(config_of(kServer));
+    const auto first = text(0, 1800, 1000, 40000), second = text(1, 1500, 1000, 50000);
+    EXPECT_EQ(cache.reuse(0, ids_of(first), 0, 0, 1000), 0);
+    for (int at = 0; at < 1800; at += 100) {
+        ASSERT_TRUE(step(cache, {first.begin() + at, first.begin() + at + 100}));
+    }
+    EXPECT_EQ(prompt(cache, second), 960);
+    EXPECT_EQ(save(cache, 1), cold(kServer, second));
+}
+
+TEST(Share, WhatASequenceCanKeepIsWhatAColdOneHas) {
+    for (const ReuseRule rule : {ReuseRule::exact, ReuseRule::codes}) {
+        Scenario scenario = kServer;
+        scenario.reuse = rule;
+        Cache cache(config_of(scenario));
+        prompt(cache, text(0, 1000, 1000, 0));
+        EXPECT_EQ(cache.keep(0, 1000, 1100), 1000);
+        EXPECT_EQ(cache.keep(0, 980, 1100), 980);
+        EXPECT_EQ(cache.keep(0, 500, 1100), rule == ReuseRule::exact ? 0 : 500);
+        EXPECT_EQ(cache.keep(0, 500, 550), rule == ReuseRule::exact ? 0 : 550 - 128);
+        EXPECT_EQ(cache.length(0), 1000);
+    }
+}
+
+TEST(Share, StatusSaysWhatIsHeld) {
+    Cache cache(config_of(kServer));
+    prompt(cache, text(0, 1000, 1000, 0));
+    prompt(cache, text(1, 1100, 1000, 50000));
+    const SequenceStatus alone = cache.status(2), first = cache.status(0), second = cache.status(1);
+    EXPECT_EQ(alone.length + alone.coded + alone.recent + alone.sinks, 0);
+    EXPECT_EQ(first.length, 1000);
+    EXPECT_EQ(first.shared, 12);  // edge(1000 - 1) = 832, and the first page is a sink
+    EXPECT_EQ(second.shared, first.shared);
+    EXPECT_GT(second.coded, second.shared);
+    EXPECT_EQ(first.bytes_at_16_bit, bf16_bytes(cache.config(), 1000));
+    EXPECT_LT(first.bytes, first.bytes_at_16_bit);
+    EXPECT_LT(cache.counters().bytes_in_use, first.bytes + second.bytes);
 }
 
 TEST(Share, LongTextsHaveWindowsOnTheWay) {
@@ -276,7 +325,7 @@ TEST(Memory, PromisesAreKept) {
             } else if (kind == 2) {
                 std::vector<int32_t> ids = texts[size_t(amount) % 3];
                 ids.push_back(-1 - int32_t(next));
-                if (cache.has_room(sequence, int(ids.size()) - length) || int64_t(ids.size()) <= promised[sequence]) {
+                if (int64_t(ids.size()) <= std::max(promised[sequence], cache.room(sequence))) {
                     cache.reuse(sequence, ids, length);
                 }
             } else if (length + amount <= promised[sequence] || cache.has_room(sequence, amount)) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdlib>
 
 namespace crumb::app {
@@ -20,12 +21,19 @@ const char* const kKvHelp =
     "  --kv-attention HOW    what reads codes: auto (default), an instruction set (portable, neon, avx2, avx-vnni, avx512),\n"
     "                        or decoded: pages become numbers first, slow, to check the others against\n"
     "  --kv-prefill RULE     position: what a token sees depends on positions alone (default)\n"
-    "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n";
+    "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n"
+    "  --kv-memory BYTES     size of the KV cache of a server (K, M and G are understood); -c is then the longest\n"
+    "                        request, and -np how many may run at once, as far as they fit\n"
+    "  --kv-reuse RULE       exact: a prompt starts from what the server still has where the answer is that of a\n"
+    "                        cold start (default); codes: also where the recent window is known as codes only\n"
+    "  --kv-verify N         check attention of every Nth token against exact K and V, which are kept beside the codes\n"
+    "                        (16 bit more memory): crumb serve shows the drift in /kv and /metrics\n";
 
 namespace {
 
-constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact", "--kv-sink",      "--kv-recent",
-                                      "--kv-prefill", "--kv-windows",  "--kv-allow-slow", "--kv-attention"};
+constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact",   "--kv-sink",      "--kv-recent", "--kv-prefill",
+                                      "--kv-windows", "--kv-allow-slow", "--kv-attention", "--kv-memory", "--kv-reuse",
+                                      "--kv-verify"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -45,6 +53,24 @@ PrefillRule prefill_rule(const std::string& value) {
 bool paper_windows(const std::string& value) {
     if (value != "equal" && value != "paper") { fail("--kv-windows takes equal or paper, not '{}'", value); }
     return value == "paper";
+}
+
+ReuseRule reuse_rule(const std::string& value) {
+    if (value == "exact") { return ReuseRule::exact; }
+    if (value == "codes") { return ReuseRule::codes; }
+    fail("--kv-reuse takes exact or codes, not '{}'", value);
+}
+
+// 1500000, 800M, 1.5G
+size_t byte_count(const std::string& flag, const std::string& value) {
+    double n = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), n);
+    const std::string_view unit(end, size_t(value.data() + value.size() - end));
+    const std::string_view units[] = {"", "K", "M", "G", "T"};
+    const auto* found = std::ranges::find(units, unit);
+    const double bytes = error == std::errc{} && found != std::end(units) ? std::ldexp(n, 10 * int(found - units)) : 0;
+    if (!(bytes >= 1 && bytes < 0x1p50)) { fail("{} takes a number of bytes as 800M or 1.5G, not '{}'", flag, value); }
+    return size_t(bytes);
 }
 
 // Flags of llama.cpp that ask for what a coded cache cannot do.
@@ -128,6 +154,12 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             options.attention = value;
         } else if (flag == "--kv-windows") {
             paper = paper_windows(value);
+        } else if (flag == "--kv-memory") {
+            options.memory = byte_count(flag, value);
+        } else if (flag == "--kv-verify") {
+            options.verify = count(flag, value);
+        } else if (flag == "--kv-reuse") {
+            options.reuse = reuse_rule(value);
         } else {
             options.prefill = prefill_rule(value);
         }

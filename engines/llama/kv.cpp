@@ -9,6 +9,7 @@
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
+#include <nlohmann/json.hpp>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,7 +27,7 @@ struct Global {
     std::optional<KvOptions> options;
     std::string refusal;
     std::unordered_map<const llama_model*, std::filesystem::path> files;
-    const Memory* newest = nullptr;
+    std::vector<const Memory*> live;  // the oldest first
 };
 
 Global& global() {
@@ -40,7 +41,7 @@ public:
     using Memory::Memory;
     ~TrackedMemory() override {
         std::lock_guard lock(global().mutex);
-        if (global().newest == this) { global().newest = nullptr; }
+        std::erase(global().live, this);
     }
 };
 
@@ -158,6 +159,9 @@ CacheConfig geometry(const llama_model& model, const KvOptions& options, const R
     config.sink = options.sink;
     config.recent = options.recent;
     config.prefill = options.prefill;
+    config.reuse = options.reuse;
+    config.memory = options.memory;
+    config.spare_windows = options.kept_windows * n_sequences;
     config.n_sequences = n_sequences;
     config.tokens_per_sequence = per_sequence;
     config.tokens_total = total;
@@ -239,21 +243,31 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         refuse_slow(choice.recipe, *g.options);
         CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
                                       std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch);
+        if (config.memory > 0 && !g.live.empty()) {
+            fail("--kv-memory is for one model, and a draft has a KV cache of its own: leave it out, -c and -np size both");
+        }
         add_tables(config, model, *g.options);
         require_memory(cache_bytes(config), config);
+        if (g.options->verify > 0) { require_memory(cache_bytes(Verify::exact_config(config)), config); }
         std::string line = describe(config);
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
+        if (g.options->verify > 0) {
+            line += fmt::format(", every {}th token checked against exact K and V, which takes {:.1f} MiB more", g.options->verify,
+                                double(cache_bytes(Verify::exact_config(config)).total()) / 1048576.0);
+        }
         if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
         if (g.options->only_layer >= 0) {
             code_only(config, g.options->only_layer);
             line += fmt::format("; to measure it, layer {} alone is coded", g.options->only_layer);
         }
         auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner),
-                                                      attention_choice(g.options->attention));
+                                                      attention_choice(g.options->attention), g.options->verify);
         if (!model.hparams.no_alloc) {
-            std::fprintf(stderr, "%s\n", line.c_str());
+            const int64_t tokens = memory->bytes().tokens;
+            std::fprintf(stderr, "%s\nKV cache size: %lld tokens; maximum concurrency for %lld tokens per request: %.2fx\n", line.c_str(),
+                         (long long)tokens, (long long)per_sequence, double(tokens) / double(per_sequence));
             std::lock_guard lock(g.mutex);
-            g.newest = memory.get();
+            g.live.push_back(memory.get());
         }
         return memory.release();
     } catch (const std::exception& e) {
@@ -292,6 +306,11 @@ void use_kv(std::optional<KvOptions> options) {
 std::string last_refusal() {
     std::lock_guard lock(global().mutex);
     return global().refusal;
+}
+
+void remember_refusal(std::string why) {
+    std::lock_guard lock(global().mutex);
+    global().refusal = std::move(why);
 }
 
 std::filesystem::path default_artefact(const std::filesystem::path& model_file) {
@@ -361,7 +380,7 @@ std::string describe(const CacheConfig& config) {
     std::string text = fmt::format(
         "kv: {}, {:.3f} bits per element ({:.3f} at {} tokens, windows included), sink {} + recent {} in BF16, {:.1f} MiB instead of "
         "{:.1f} MiB at 16 bit ({:.1f}x), {} layers",
-        label(config.recipe), bytes.bits_per_element, bytes.effective_bits, config.tokens_total, config.sink, config.recent,
+        label(config.recipe), bytes.bits_per_element, bytes.effective_bits, bytes.tokens, config.sink, config.recent,
         bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
     if (windowed) { text += fmt::format(", {} sliding-window layers ({} tokens) stay BF16", windowed, window); }
     if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
@@ -372,9 +391,84 @@ std::string describe(const CacheConfig& config) {
 
 std::optional<KvStatus> kv_status() {
     std::lock_guard lock(global().mutex);
-    if (!global().newest) { return std::nullopt; }
-    const Memory& memory = *global().newest;
-    return KvStatus{memory.cache().bytes(), memory.cache().counters(), memory.working()};
+    if (global().live.empty()) { return std::nullopt; }
+    return global().live.back()->status();
+}
+
+std::optional<KvStatus> served_status() {
+    std::lock_guard lock(global().mutex);
+    if (global().live.empty()) { return std::nullopt; }
+    return global().live.front()->status();
+}
+
+namespace {
+
+nlohmann::ordered_json sizes(const CacheConfig& config, const KvStatus& now) {
+    const CacheBytes& bytes = now.bytes;
+    return {
+        {"recipe", label(config.recipe)},
+        {"bits_per_element", bytes.bits_per_element},
+        {"bits_effective", bytes.effective_bits},
+        {"sink", config.sink},
+        {"recent", config.recent},
+        {"prefill", config.prefill == PrefillRule::exact ? "exact" : "position"},
+        {"reuse", config.reuse == ReuseRule::exact ? "exact" : "codes"},
+        {"artefact", config.artefact_hash},
+        {"bytes", {{"total", bytes.total()}, {"pages", bytes.coded}, {"windows", bytes.exact}, {"sliding_windows", bytes.window},
+                   {"at_16_bit", bytes.bf16_equivalent}}},
+        {"capacity_tokens", bytes.tokens},
+        {"tokens_per_request", config.tokens_per_sequence},
+        {"pages", {{"total", now.counters.blocks_total}, {"in_use", now.counters.blocks_in_use},
+                   {"shared", now.counters.shared_blocks}, {"kept", now.counters.kept_blocks}}},
+    };
+}
+
+}  // namespace
+
+std::string kv_properties() {
+    std::lock_guard lock(global().mutex);
+    if (global().live.empty()) { return "null"; }
+    const Memory& memory = *global().live.front();
+    const CacheConfig& config = memory.config();
+    nlohmann::ordered_json json = sizes(config, memory.status()), layers = nlohmann::ordered_json::array();
+    for (size_t il = 0; il < config.layers.size(); ++il) {
+        const CacheLayer& layer = config.layers[il];
+        if (!layer.stores) { continue; }
+        const bool coded = layer.window == 0;
+        layers.push_back({{"layer", il},
+                          {"type", coded ? label(config.recipe) : "bf16"},
+                          {"heads", layer.n_head_kv},
+                          {"dim_k", layer.dim_k},
+                          {"dim_v", layer.dim_v},
+                          {"reason", coded ? "sees the whole context" : fmt::format("sees {} tokens", layer.window)}});
+    }
+    json["layers"] = std::move(layers);
+    return json.dump();
+}
+
+std::string kv_now() {
+    std::lock_guard lock(global().mutex);
+    if (global().live.empty()) { return "null"; }
+    const Memory& memory = *global().live.front();
+    const KvStatus now = memory.status();
+    nlohmann::ordered_json json = sizes(memory.config(), now), sequences = nlohmann::ordered_json::array();
+    for (size_t id = 0; id < now.sequences.size(); ++id) {
+        const SequenceStatus& s = now.sequences[id];
+        if (s.length == 0) { continue; }
+        sequences.push_back({{"slot", id}, {"tokens", s.length}, {"sinks", s.sinks}, {"coded", s.coded}, {"shared", s.shared},
+                             {"recent", s.recent}, {"sliding_window", s.window}, {"bytes", s.bytes}, {"bytes_at_16_bit", s.bytes_at_16_bit}});
+    }
+    json["bytes_in_use"] = now.counters.bytes_in_use;
+    if (now.drift) {
+        const Drift& d = *now.drift;
+        json["drift"] = {{"rows", d.rows}, {"mean", d.rows ? d.sum / double(d.rows) : 0.0}, {"worst", d.worst}};
+    }
+    json["slots"] = now.sequences.size();
+    json["sequences"] = std::move(sequences);
+    json["counters"] = {{"prompt_tokens", now.prompts.tokens}, {"prompt_tokens_found", now.prompts.found},
+                        {"evicted", now.counters.evicted_blocks}, {"demoted", now.counters.demoted_blocks},
+                        {"aged_early", now.counters.aged_early_tokens}, {"saturated", now.counters.encoded.saturated}};
+    return json.dump();
 }
 
 }  // namespace crumb::llama

@@ -1,6 +1,8 @@
 // llama.cpp with crumb as its KV memory: what a context created from now on gets.
 #pragma once
 
+#include "verify.h"
+
 #include <crumb/cache.h>
 
 #include <filesystem>
@@ -20,6 +22,10 @@ struct KvOptions {
     bool allow_slow = false;         // recipes without a kernel that reads their codes in place
     std::string attention = "auto";  // what reads codes: an instruction set by name(Isa), or kDecoded
     int only_layer = -1;  // to measure it: this layer alone is coded, all others stay BF16; -1: all are coded
+    ReuseRule reuse = ReuseRule::exact;
+    size_t memory = 0;       // bytes of the cache; 0: what context and sequences ask for
+    int verify = 0;          // check every Nth token against exact K and V (verify.h); 0: none
+    int kept_windows = 0;    // a sequence: windows of prefixes that a server may find again
 };
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.
@@ -33,6 +39,7 @@ inline constexpr std::string_view kDecoded = "decoded";
 // last_refusal() says why and what to type.
 void use_kv(std::optional<KvOptions> options);
 std::string last_refusal();
+void remember_refusal(std::string why);
 
 // Where `crumb calibrate` puts an artefact and where a context looks for one: MODEL.gguf -> MODEL.crumb.safetensors.
 std::filesystem::path default_artefact(const std::filesystem::path& model_file);
@@ -56,12 +63,28 @@ WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, 
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.
 std::string describe(const CacheConfig& config);
 
-// What the newest live crumb cache holds and has counted; nullopt if there is none.
+// Prompts that a server gave to the cache.
+struct PromptCounters {
+    uint64_t tokens = 0;
+    uint64_t found = 0;  // in the cache, in their own slot or elsewhere
+};
+
+// What the newest live crumb cache holds, and has counted as of its last step; nullopt if there is none.
 struct KvStatus {
     CacheBytes bytes;
     CacheCounters counters;
     WorkingBytes working;
+    PromptCounters prompts;
+    std::vector<SequenceStatus> sequences;
+    std::optional<Drift> drift;  // with `verify`
 };
 std::optional<KvStatus> kv_status();
+// The same of the oldest: a server creates the cache of its model first, then that of a draft.
+std::optional<KvStatus> served_status();
+
+// The oldest one as JSON; "null" if there is none. kv_properties(): recipe, sizes, what is in use, layers. kv_now(): what
+// changes, and every sequence that holds something.
+std::string kv_properties();
+std::string kv_now();
 
 }  // namespace crumb::llama

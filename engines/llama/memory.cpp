@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include "kv.h"
+
 #include "llama-batch.h"
 #include "llama-impl.h"
 #include "llama-io.h"
@@ -7,6 +9,7 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace crumb::llama {
 
@@ -43,9 +46,13 @@ RowSource rows(const ggml_tensor* t) {
 }  // namespace
 
 Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
-               const AttentionChoice& attention)
+               const AttentionChoice& attention, int verify)
     : model_(model), cparams_(cparams), attention_(attention), owner_(std::move(owner)), planned_(cache_bytes(config)) {
-    if (!model.hparams.no_alloc) { cache_ = std::make_unique<Cache>(std::move(config)); }
+    if (model.hparams.no_alloc) { return; }
+    begins_.resize(config.n_sequences);
+    if (verify > 0) { verify_ = std::make_unique<Verify>(config, verify); }
+    cache_ = std::make_unique<Cache>(std::move(config));
+    count();
 }
 
 Memory::~Memory() = default;
@@ -87,7 +94,7 @@ std::vector<Append> Memory::appends(const llama_ubatch& ubatch) const {
     for (uint32_t t = 0; t < ubatch.n_tokens; ++t) {
         for (int j = 0; j < ubatch.n_seq_id[t]; ++j) {
             // A token of several sequences is stored in all of them and attends in the first: they are equal up to it.
-            result.push_back({uint32_t(ubatch.seq_id[t][j]), t, j == 0});
+            result.push_back({uint32_t(ubatch.seq_id[t][j]), t, j == 0, ubatch.token ? ubatch.token[t] : -1});
         }
     }
     return result;
@@ -118,10 +125,17 @@ bool Memory::apply(const llama_ubatch& ubatch) {
     causal_ = cparams_.causal_attn;
     if (!cache_->begin(appends(ubatch), causal_)) { return false; }
     const int n_threads = std::max(cparams_.n_threads, cparams_.n_threads_batch);
+    if (verify_) {
+        verify_->begin(appends(ubatch), causal_, *cache_);
+        for (auto& node : nodes_) {
+            if (verify_->checks(owner_[node->layer])) { verify_->prepare(node->exact, n_threads); }
+        }
+    }
     for (auto& node : nodes_) {
         const auto& a = node->attention;
         work_.prepare(cache_->plan(owner_[node->layer]), a.n_head, a.n_head_kv, a.format, n_threads);
     }
+    count();
     return true;
 }
 
@@ -163,6 +177,14 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
     a.scale = args.kq_scale;
     a.softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
     a.alibi_max_bias = hparams.use_alibi ? hparams.f_max_alibi_bias : 0.0f;
+    if (verify_ && verify_->checks(owner)) {
+        const auto& config = verify_->cache().config();
+        node->exact = a;
+        node->exact.format = config.formats[owner];
+        node->exact.tables = config.tables[owner];
+        node->exact_maps = attention_maps(node->exact.tables);
+        node->exact.maps = &node->exact_maps;
+    }
     nodes_.push_back(std::move(node));
     return *nodes_.back();
 }
@@ -191,27 +213,113 @@ ggml_tensor* Memory::build_attn(const llm_graph_context& graph, const llama_attn
         inputs[n++] = stored;
     }
     if (args.sinks) { inputs[n++] = args.sinks; }
-    return ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, dim_v * node.attention.n_head, args.q->ne[2], 1, 1, inputs, n,
-                          run_attend, GGML_N_TASKS_MAX, &node);
+    ggml_tensor* out = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, dim_v * node.attention.n_head, args.q->ne[2], 1, 1, inputs, n,
+                                      run_attend, GGML_N_TASKS_MAX, &node);
+    if (verify_ && verify_->checks(owner)) { verify(graph, node, out); }
+    return out;
+}
+
+// Two more nodes: the same attention over exact K and V, and the difference.
+void Memory::verify(const llm_graph_context& graph, LayerNode& node, ggml_tensor* out) {
+    ggml_tensor* inputs[GGML_MAX_SRC] = {};
+    int n = 0;
+    for (; n < GGML_MAX_SRC && out->src[n]; ++n) { inputs[n] = out->src[n]; }
+    ggml_tensor* exact =
+        ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, out->ne[0], out->ne[1], 1, 1, inputs, n, run_exact, GGML_N_TASKS_MAX, &node);
+    ggml_tensor* both[2] = {out, exact};
+    ggml_build_forward_expand(graph.gf, ggml_custom_4d(graph.ctx0, GGML_TYPE_I32, 1, 1, 1, 1, both, 2, run_compare, 1, &node));
 }
 
 void Memory::run_store(ggml_tensor* node, int thread, int n_threads, void* userdata) {
     const auto& layer = *static_cast<LayerNode*>(userdata);
     layer.memory->cache_->store(layer.layer, rows(node->src[0]), rows(node->src[1]), thread, n_threads);
+    if (auto& verify = layer.memory->verify_; verify && verify->checks(layer.layer)) {
+        verify->store(layer.layer, rows(node->src[0]), rows(node->src[1]), thread, n_threads);
+    }
 }
+
+namespace {
+
+// Logits without a value, of models that have them, come last.
+const float* sinks_of(const ggml_tensor* node) {
+    const float* sinks = nullptr;
+    for (int i = 1; i < 3; ++i) {
+        const auto* t = node->src[i];
+        if (t && t->op != GGML_OP_CUSTOM) { sinks = static_cast<const float*>(t->data); }
+    }
+    return sinks;
+}
+
+AttentionIo io_of(ggml_tensor* node) {
+    const RowSource q = rows(node->src[0]);
+    return {q.data, q.token_stride, q.head_stride, static_cast<float*>(node->data), node->nb[1] / sizeof(float)};
+}
+
+}  // namespace
 
 void Memory::run_attend(ggml_tensor* node, int thread, int n_threads, void* userdata) {
     auto& layer = *static_cast<LayerNode*>(userdata);
     const Cache& cache = *layer.memory->cache_;
     AttentionLayer attention = layer.attention;
-    for (int i = 1; i < 3; ++i) {
-        const auto* t = node->src[i];
-        if (t && t->op != GGML_OP_CUSTOM) { attention.sinks = static_cast<const float*>(t->data); }
-    }
-    const RowSource q = rows(node->src[0]);
-    const AttentionIo io{q.data, q.token_stride, q.head_stride, static_cast<float*>(node->data), node->nb[1] / sizeof(float)};
+    attention.sinks = sinks_of(node);
     const int owner = layer.memory->owner_[layer.layer];
-    attend(layer.memory->attention_.isa, attention, cache.plan(owner), cache.views(owner), io, layer.memory->work_, thread, n_threads);
+    attend(layer.memory->attention_.isa, attention, cache.plan(owner), cache.views(owner), io_of(node), layer.memory->work_, thread, n_threads);
+}
+
+void Memory::run_exact(ggml_tensor* node, int thread, int n_threads, void* userdata) {
+    auto& layer = *static_cast<LayerNode*>(userdata);
+    AttentionLayer attention = layer.exact;
+    attention.sinks = sinks_of(node);
+    layer.memory->verify_->attend(attention, layer.memory->owner_[layer.layer], io_of(node), thread, n_threads);
+}
+
+void Memory::run_compare(ggml_tensor* node, int, int, void* userdata) {
+    auto& layer = *static_cast<LayerNode*>(userdata);
+    const ggml_tensor *out = node->src[0], *exact = node->src[1];
+    layer.memory->verify_->compare(static_cast<const float*>(out->data), out->nb[1] / sizeof(float),
+                                   static_cast<const float*>(exact->data), exact->nb[1] / sizeof(float), size_t(out->ne[0]));
+}
+
+// --- what the server asks
+
+void Memory::begin_prompt(llama_seq_id id) { begins_.at(id) = true; }
+
+int32_t Memory::reuse(llama_seq_id id, const std::vector<llama_token>& tokens, int32_t own, uint64_t salt, int32_t common) {
+    const int32_t length = cache_->reuse(id, tokens, own, salt, common);
+    if (verify_) { verify_->reuse(id, tokens, own, salt, common, length); }
+    count_prompt(id, int32_t(tokens.size()), own, length);
+    count();
+    return length;
+}
+
+int32_t Memory::keep(llama_seq_id id, int32_t n_prompt, int32_t own) {
+    const int32_t length = cache_->keep(id, own, n_prompt);
+    count_prompt(id, n_prompt, own, length);
+    return length;
+}
+
+void Memory::count_prompt(llama_seq_id id, int32_t n_prompt, int32_t own, int32_t found) {
+    std::lock_guard lock(counting_);
+    const bool begins = std::exchange(begins_.at(id), false);
+    status_.prompts.tokens += begins ? n_prompt : 0;
+    status_.prompts.found += begins ? found : std::max(0, found - own);
+}
+
+KvStatus Memory::status() const {
+    std::lock_guard lock(counting_);
+    KvStatus status = status_;
+    if (verify_) { status.drift = verify_->drift(); }
+    return status;
+}
+
+// Between steps, when no thread is at work in the cache.
+void Memory::count() {
+    std::lock_guard lock(counting_);
+    status_.bytes = cache_->bytes();
+    status_.counters = cache_->counters();
+    status_.working = working();
+    status_.sequences.resize(cache_->config().n_sequences);
+    for (size_t s = 0; s < status_.sequences.size(); ++s) { status_.sequences[s] = cache_->status(uint32_t(s)); }
 }
 
 // --- sequences
@@ -223,7 +331,14 @@ std::pair<llama_seq_id, llama_seq_id> Memory::sequences(llama_seq_id id) const {
 
 void Memory::clear(bool) {
     const auto [first, last] = sequences(-1);
-    for (auto s = first; s < last; ++s) { cache_->crop(s, 0); }
+    for (auto s = first; s < last; ++s) { crop(s, 0); }
+    if (cache_) { count(); }
+}
+
+bool Memory::crop(llama_seq_id id, int32_t length) {
+    const bool done = cache_->crop(id, length);
+    if (done && verify_) { verify_->crop(id, length); }
+    return done;
 }
 
 // Only the end of a sequence can go: what lies in the middle of a coded page cannot be cut out.
@@ -233,8 +348,9 @@ bool Memory::seq_rm(llama_seq_id id, llama_pos p0, llama_pos p1) {
     for (auto s = first; s < last; ++s) {
         const int32_t length = cache_->length(s), from = std::max(p0, 0);
         if (from >= length || (p1 >= 0 && p1 <= from)) { continue; }
-        all = (p1 < 0 || p1 >= length) && cache_->crop(s, from) && all;
+        all = (p1 < 0 || p1 >= length) && crop(s, from) && all;
     }
+    if (cache_) { count(); }
     return all;
 }
 
@@ -247,12 +363,14 @@ void Memory::seq_cp(llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos 
         fail("seq_cp of the first {} of {} tokens: the sliding windows at that position are gone (lowest: {})", end, length,
              cache_->lowest_crop(from));
     }
+    if (verify_) { verify_->fork(from, to, end); }
+    count();
 }
 
 void Memory::seq_keep(llama_seq_id id) {
     const auto [first, last] = sequences(-1);
     for (auto s = first; s < last; ++s) {
-        if (s != id) { cache_->crop(s, 0); }
+        if (s != id) { crop(s, 0); }
     }
 }
 
@@ -289,15 +407,29 @@ void Memory::state_write(llama_io_write_i& io, llama_seq_id id, llama_state_seq_
     }
 }
 
+std::vector<int32_t> Memory::saved_ids(const Cache::Read& read) const {
+    uint32_t n = 0;
+    read(&n, sizeof n);
+    if (n != 1) { fail("the saved state holds {} sequences, 1 is wanted", n); }
+    return cache_->saved_ids(read);
+}
+
 void Memory::state_read(llama_io_read_i& io, llama_seq_id id, llama_state_seq_flags flags) {
     const bool windows_only = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     const auto [first, last] = sequences(id);
     uint32_t n = 0;
     io.read(&n, sizeof n);
     if (n != uint32_t(last - first)) { fail("the saved state holds {} sequences, {} are wanted", n, last - first); }
-    for (auto s = first; s < last; ++s) {
-        cache_->restore(s, [&](void* data, size_t size) { io.read(data, size); }, windows_only);
+    try {
+        for (auto s = first; s < last; ++s) {
+            cache_->restore(s, [&](void* data, size_t size) { io.read(data, size); }, windows_only);
+            if (verify_) { verify_->crop(s, windows_only ? cache_->length(s) : 0); }
+        }
+    } catch (const std::exception& e) {
+        remember_refusal(e.what());
+        throw;
     }
+    count();
 }
 
 }  // namespace crumb::llama

@@ -9,6 +9,8 @@
 
 #include "kv.h"
 
+#include "verify.h"
+
 #include "llama-cparams.h"
 #include "llama-graph.h"
 #include "llama-hparams.h"
@@ -17,6 +19,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace crumb::llama {
@@ -29,8 +32,9 @@ struct AttentionChoice {
 
 class Memory : public llama_memory_i {
 public:
+    // `verify`: as KvOptions has it.
     Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
-           const AttentionChoice& attention);
+           const AttentionChoice& attention, int verify);
     ~Memory() override;
 
     llama_memory_context_ptr init_batch(llama_batch_allocr& balloc, uint32_t n_ubatch, bool embd_all) override;
@@ -54,20 +58,40 @@ public:
     bool apply(const llama_ubatch& ubatch);
     ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args);
 
-    const Cache& cache() const { return *cache_; }
+    Cache& cache() { return *cache_; }
+    // For the server: begin_prompt() before a prompt is given to a sequence, then reuse() as often as others may have
+    // computed more of it, or keep() once. Both as Cache has them.
+    void begin_prompt(llama_seq_id id);
+    int32_t reuse(llama_seq_id id, const std::vector<llama_token>& tokens, int32_t own, uint64_t salt, int32_t common);
+    int32_t keep(llama_seq_id id, int32_t n_prompt, int32_t own);
+    // Ids of the tokens of a state that state_write() wrote of one sequence; throws Error.
+    std::vector<int32_t> saved_ids(const Cache::Read& read) const;
+    // As of the last call, from any thread.
+    KvStatus status() const;
+    CacheBytes bytes() const { return cache_->bytes(); }
+    const CacheConfig& config() const { return cache_->config(); }
     WorkingBytes working() const;
 
 private:
-    // What the two nodes of a layer need. Owned here because graphs outlive the step that built them.
+    // What the nodes of a layer need. Owned here because graphs outlive the step that built them.
     struct LayerNode {
         Memory* memory;
         int layer;
         AttentionLayer attention;
         AttentionMaps maps;
+        AttentionLayer exact;  // the same over BF16, to verify
+        AttentionMaps exact_maps;
     };
     static void run_store(ggml_tensor* node, int thread, int n_threads, void* userdata);
     static void run_attend(ggml_tensor* node, int thread, int n_threads, void* userdata);
+    static void run_exact(ggml_tensor* node, int thread, int n_threads, void* userdata);
+    static void run_compare(ggml_tensor* node, int thread, int n_threads, void* userdata);
 
+    void verify(const llm_graph_context& graph, LayerNode& node, ggml_tensor* out);
+
+    bool crop(llama_seq_id id, int32_t length);
+    void count();
+    void count_prompt(llama_seq_id id, int32_t n_prompt, int32_t own, int32_t found);
     LayerNode& layer_node(const llama_attn_args& args);
     std::vector<Append> appends(const llama_ubatch& ubatch) const;
     std::pair<llama_seq_id, llama_seq_id> sequences(llama_seq_id id) const;
@@ -77,7 +101,11 @@ private:
     const AttentionChoice attention_;
     const std::vector<int> owner_;  // by layer: the layer whose K and V it reads, -1: none
     CacheBytes planned_;
+    mutable std::mutex counting_;
+    KvStatus status_;
+    std::vector<char> begins_;  // by sequence: its prompt was not looked for yet
     std::unique_ptr<Cache> cache_;  // null in a dry run (memory fitting), which allocates nothing
+    std::unique_ptr<Verify> verify_;
     std::vector<std::unique_ptr<LayerNode>> nodes_;
     AttentionWork work_;  // of all layers, one after the other
     bool causal_ = true;

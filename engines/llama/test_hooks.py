@@ -79,6 +79,58 @@ ggml_tensor * llm_graph_context::build_attn(
             int       il) const {
 }
 """,
+    hooks.SERVER_H: """\
+struct server_context_impl; // private implementation
+""",
+    hooks.SERVER_CPP: """\
+enum slot_state {
+};
+struct server_slot {
+    void release() {
+            callback_on_reset(*this);
+    }
+};
+            slot.callback_on_release = [this](int id_slot) {
+                queue_tasks.pop_deferred_task(id_slot);
+            };
+    server_slot * get_slot_by_id(int id_slot) {
+    }
+    bool process_token() {
+        // check the limits
+    }
+                    if (task.is_parent()) {
+                    }
+            case SERVER_TASK_TYPE_CANCEL:
+                {
+                } break;
+                    res->n_tasks_deferred    = queue_tasks.queue_tasks_deferred_size();
+                    res->metrics             = metrics;
+                    GGML_ASSERT(packed.size() % sizeof(llama_token) == 0);
+                    if (nwrite == 0) {
+                    }
+                            packed.resize(std::max<size_t>(1, n_packed));
+                        if (nread == 0) {
+                            throw std::runtime_error("No available space in KV cache or invalid slot save file");
+                        // [TAG_PROMPT_LOGITS]
+                    // truncate any tokens that are beyond n_past for this slot
+static json get_res_props(const server_context_meta & meta) {
+    if (params.use_jinja) {
+    }
+}
+            res->data = tmp.to_metrics();
+            res->data = res_task->to_metrics();
+""",
+    hooks.HTTP_H: """\
+struct server_http_context {
+};
+""",
+    hooks.HTTP_CPP: """\
+class server_http_context::Impl {
+};
+        std::unordered_set<std::string> paths { "/" };
+        return paths;
+    // a browser that used the built-in UI keeps its service worker, so it shows the old UI
+""",
     hooks.CUDA_H: """\
 GGML_BACKEND_API ggml_backend_reg_t ggml_backend_cuda_reg(void);
 """,

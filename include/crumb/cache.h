@@ -99,11 +99,24 @@ struct CacheCounters {
     uint64_t shared_blocks = 0;      // now, coded, by more than one sequence
     uint64_t blocks_in_use = 0;      // now, coded
     uint64_t blocks_total = 0;       // coded
+    size_t bytes_in_use = 0;        // now, of all pools
     uint64_t exact_blocks_in_use = 0;   // now
     uint64_t window_blocks_in_use = 0;  // now
     uint64_t kept_blocks = 0;    // now, coded, of no sequence: found by their tokens, evicted when their place is needed
     uint64_t evicted_blocks = 0;  // coded
     uint64_t found_tokens = 0;    // that a sequence began with by reuse() and did not have before
+};
+
+// What a sequence holds now, in blocks of 64 tokens (coded ones: pages). The shared ones come first.
+struct SequenceStatus {
+    int32_t length = 0;
+    int64_t sinks = 0;   // exact, below the codes
+    int64_t coded = 0;
+    int64_t shared = 0;  // of the coded ones, those that other sequences hold too
+    int64_t recent = 0;  // exact
+    int64_t window = 0;  // of sliding-window layers
+    size_t bytes = 0;          // of all of these, shared or not
+    size_t bytes_at_16_bit = 0;  // of the same tokens
 };
 
 // A token of a step: it is appended to `sequence`, K and V rows are found by `token`.
@@ -135,6 +148,7 @@ public:
     CacheCounters counters() const;
 
     int32_t length(uint32_t sequence) const;
+    SequenceStatus status(uint32_t sequence) const;
     std::span<const int32_t> ids(uint32_t sequence) const;  // of its tokens, negative where they are not known
     // The lowest position to which the sequence can be cropped without losing a sliding window; 0 if there is none.
     int32_t lowest_crop(uint32_t sequence) const;
@@ -149,8 +163,13 @@ public:
     // Makes the sequence hold the longest start of the tokens `ids` that can be had, its own first `own` tokens or named
     // blocks, and at most all but one; returns its length. From then on its blocks are found by others, as long as it
     // grows by tokens with ids and is not cropped to 0. `salt`: what else decides K and V (adapters); sequences of
-    // different salts share nothing. To be called between steps.
-    int32_t reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t own, uint64_t salt = 0);
+    // different salts share nothing. `common`: others are likely to begin with this many of the tokens too (a system
+    // prompt), so what they would want of a window is kept there. To be called between steps.
+    int32_t reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t own, uint64_t salt = 0, int32_t common = 0);
+
+    // How many of its own first `own` tokens the sequence can keep for a prompt of n_tokens by the reuse rule: all, or
+    // those that leave a window to compute, or none. reuse() does no less. For those who crop themselves.
+    int32_t keep(uint32_t sequence, int32_t own, int32_t n_tokens) const;
 
     // Says that this prompt will be given to the sequence: what others compute until then is kept for it where they part.
     // Forgotten with reuse(), and by announcing nothing.
@@ -192,6 +211,8 @@ public:
     using Read = std::function<void(void*, size_t)>;
     void save(uint32_t sequence, const Write& write, bool windows_only = false) const;
     void restore(uint32_t sequence, const Read& read, bool windows_only = false);
+    // The ids of the tokens of a saved sequence; reads what lies before its blocks. Throws as restore() does.
+    std::vector<int32_t> saved_ids(const Read& read) const;
 
     struct State;
 

@@ -165,12 +165,36 @@ CacheCounters Cache::counters() const {
     counters.blocks_total = counters.blocks_in_use + state_->coded.available();
     counters.exact_blocks_in_use = state_->exact.in_use();
     counters.window_blocks_in_use = state_->window.in_use();
+    for (const Pool* pool : {&state_->coded, &state_->exact, &state_->window}) {
+        counters.bytes_in_use += pool->in_use() * pool->shape().block_bytes();
+    }
     counters.kept_blocks = state_->coded.kept();
     counters.evicted_blocks = state_->coded.evicted();
     return counters;
 }
 
 int32_t Cache::length(uint32_t sequence) const { return state_->at(sequence).extent.length; }
+
+SequenceStatus Cache::status(uint32_t sequence) const {
+    State& state = *state_;
+    const Sequence& s = state.at(sequence);
+    const Rules& rules = state.rules;
+    const Extent& e = s.extent;
+    SequenceStatus status{.length = e.length,
+                          .sinks = rules.sinks(e).size(),
+                          .coded = rules.coded(e).size(),
+                          .recent = rules.exact(e).size(),
+                          .window = rules.windows(e).size()};
+    status.shared = std::ranges::count_if(s.coded, [&](uint32_t id) { return id != kNoBlock && state.coded.is_shared(id); });
+    status.bytes = size_t(status.coded) * state.coded.shape().block_bytes() +
+                   size_t(status.sinks + status.recent) * state.exact.shape().block_bytes() +
+                   size_t(status.window) * state.window.shape().block_bytes();
+    for (const CacheLayer& layer : state.config.layers) {
+        const int32_t tokens = is_window(layer) ? std::min(e.length, layer.window) : e.length;
+        status.bytes_at_16_bit += layer.stores ? size_t(tokens) * size_t(2 * layer.n_head_kv * (layer.dim_k + layer.dim_v)) : 0;
+    }
+    return status;
+}
 
 std::span<const int32_t> Cache::ids(uint32_t sequence) const { return state_->at(sequence).prefix.ids; }
 

@@ -215,7 +215,18 @@ void Cache::announce(uint32_t sequence, std::span<const int32_t> ids) {
     }
 }
 
-int32_t Cache::reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t own, uint64_t salt) {
+int32_t Cache::State::kept(const Sequence& s, int32_t own, int32_t whole_window) const {
+    if (own < s.extent.length && lost(rules.cropped(s.extent, own)) > 0) {
+        own = config.reuse == ReuseRule::codes ? std::min(own, std::max(0, whole_window)) : 0;
+    }
+    return own < rules.lowest_crop(s.extent) ? 0 : own;
+}
+
+int32_t Cache::keep(uint32_t sequence, int32_t own, int32_t n_tokens) const {
+    return state_->kept(state_->at(sequence), own, n_tokens - state_->rules.recent);
+}
+
+int32_t Cache::reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t own, uint64_t salt, int32_t common) {
     State& state = *state_;
     const Rules& rules = state.rules;
     for (Sequence& s : state.sequences) {
@@ -228,13 +239,7 @@ int32_t Cache::reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t ow
         state.crop(s, 0);
         return 0;
     }
-    own = std::min({own, most, int32_t(common_prefix(ids, s.prefix.ids))});
-    if (own < s.extent.length && state.lost(rules.cropped(s.extent, own)) > 0) {
-        own = state.config.reuse == ReuseRule::codes ? std::min(own, std::max(0, whole_window)) : 0;
-    }
-    if (own < rules.lowest_crop(s.extent)) {
-        own = 0;
-    }
+    own = state.kept(s, std::min({own, most, int32_t(common_prefix(ids, s.prefix.ids))}), whole_window);
 
     Names names{block_names(ids.first(size_t(most)), salt), {}};
     names.pages = page_names(names.blocks, rules.blocks_a_page());
@@ -246,6 +251,7 @@ int32_t Cache::reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t ow
     }
     std::vector<int32_t> stops = std::move(s.prefix.stops);
     remember(stops, round_down(most));
+    remember(stops, round_down(std::min(common, most)));
     if (aged.length > clean.length) {
         remember(stops, aged.length);  // two texts part here, and a third may
     }
@@ -278,6 +284,7 @@ int32_t Cache::reuse(uint32_t sequence, std::span<const int32_t> ids, int32_t ow
             remember(stops, parting(ids, other.announced));
         }
     }
+    s.begun = true;
     s.prefix.salt = salt;
     s.prefix.stops = std::move(stops);
     s.prefix.prompt.assign(ids.begin(), ids.end());

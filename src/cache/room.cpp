@@ -17,12 +17,18 @@ int64_t coded_blocks(const Rules& rules, int64_t length) {
 
 int64_t held(const Cache::State& state, const Sequence& s) { return state.rules.coded(s.extent).size(); }
 
-// Blocks that promises to other sequences still ask for.
+// What becomes free if the sequence drops all it has.
+int64_t held_alone(const Cache::State& state, const Sequence& s) {
+    return std::ranges::count_if(s.coded, [&](uint32_t id) { return id != kNoBlock && !state.coded.is_shared(id); });
+}
+
+// Blocks that promises to other sequences still ask for. One that begins anew drops blocks that others hold as well, and
+// wants as many for itself.
 int64_t owed(const Cache::State& state, const Sequence& to_others_than) {
     int64_t blocks = 0;
     for (const Sequence& s : state.sequences) {
         if (&s != &to_others_than) {
-            blocks += std::max<int64_t>(0, s.promised - held(state, s));
+            blocks += std::max<int64_t>(0, s.promised - (s.begun ? held(state, s) : held_alone(state, s)));
         }
     }
     return blocks;
@@ -46,10 +52,8 @@ int64_t Cache::capacity() const {
 int64_t Cache::room(uint32_t sequence) const {
     const State& state = *state_;
     const Sequence& s = state.sequences[sequence];
-    const auto own = int64_t(std::ranges::count_if(
-        s.coded, [&](uint32_t id) { return id != kNoBlock && !state.coded.is_shared(id); }));
-    return length_of(state.rules,
-                     int64_t(state.coded.available()) + own - owed(state, s) - state.config.n_sequences);
+    return length_of(state.rules, int64_t(state.coded.available()) + held_alone(state, s) - owed(state, s) -
+                                      state.config.n_sequences);
 }
 
 int64_t Cache::longest_promise() const {
@@ -64,6 +68,7 @@ bool Cache::promise(uint32_t sequence, int64_t tokens) {
         return false;
     }
     s.promised = coded_blocks(state.rules, tokens);
+    s.begun = false;
     return true;
 }
 

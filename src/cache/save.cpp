@@ -141,16 +141,16 @@ void write_header(Writer& out, const CacheConfig& config, bool windows_only, con
     out.checksum();
 }
 
-Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
+Extent read_header(Reader& in, const Cache::State& state, bool windows_only) {
     if (in.number<uint64_t>() != kMagic) {
         fail("this is not a saved sequence of crumb");
     }
-    const auto state = in.number<uint32_t>(), page = in.number<uint32_t>();
-    if (state != kStateVersion || page != uint32_t(kPageFormatVersion)) {
-        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", state,
+    const auto version = in.number<uint32_t>(), page = in.number<uint32_t>();
+    if (version != kStateVersion || page != uint32_t(kPageFormatVersion)) {
+        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", version,
              page, kStateVersion, kPageFormatVersion);
     }
-    for (const Property& property : identity(config, windows_only)) {
+    for (const Property& property : identity(state.config, windows_only)) {
         const std::string found = in.text();
         if (found != property.value) {
             fail("the sequence was saved with {} '{}', here it is '{}': start with the settings that it was saved with",
@@ -162,6 +162,13 @@ Extent read_header(Reader& in, const CacheConfig& config, bool windows_only) {
         *position = in.number<int32_t>();
     }
     in.checksum("the header");
+    if (e.length > state.rules.longest) {
+        fail("the saved sequence has {} tokens, a sequence here at most {}: use a larger context (-c)", e.length,
+             state.rules.longest);
+    }
+    if (!state.rules.possible(e)) {
+        fail("a saved sequence is damaged: no sequence has these positions");
+    }
     return e;
 }
 
@@ -344,18 +351,16 @@ void Cache::save(uint32_t sequence, const Write& write, bool windows_only) const
     }
 }
 
+std::vector<int32_t> Cache::saved_ids(const Read& read) const {
+    Reader in(read);
+    return read_tokens(in, read_header(in, *state_, false).length).ids;
+}
+
 void Cache::restore(uint32_t sequence, const Read& read, bool windows_only) {
     State& state = *state_;
     Sequence& s = state.at(sequence);
     Reader in(read);
-    const Extent e = read_header(in, state.config, windows_only);
-    if (e.length > state.rules.longest) {
-        fail("the saved sequence has {} tokens, a sequence here at most {}: use a larger context (-c)", e.length,
-             state.rules.longest);
-    }
-    if (!state.rules.possible(e)) {
-        fail("a saved sequence is damaged: no sequence has these positions");
-    }
+    const Extent e = read_header(in, state, windows_only);
     if (windows_only && e.length > s.extent.length) {
         fail("the saved windows belong to {} tokens, but the sequence has only {}", e.length, s.extent.length);
     }

@@ -19,6 +19,7 @@ struct Sequence {
     Extent before;               // at the start of the last step, for a step that was abandoned and is cropped away
     std::vector<int32_t> announced;  // a prompt that is to come
     int64_t promised = 0;        // coded blocks it may come to hold (room.cpp)
+    bool begun = true;           // it holds what it began with; false: a promise was given, and it may yet begin anew
     uint32_t source = kNoBlock;  // coded block that the last step encoded again, because some of its rows were aged
 
     // Block ids by position / 64, coded ones by position / tokens of a page, kNoBlock where there is none. Their size
@@ -68,6 +69,8 @@ struct Cache::State {
 
     // Moves a sequence to another extent: blocks that only the old one has are released, those of the new one taken.
     void reshape(Sequence& sequence, const Extent& to);
+    // What can stay of its first `own` tokens if those from `whole_window` on will be computed (reuse rule).
+    int32_t kept(const Sequence& sequence, int32_t own, int32_t whole_window) const;
     // Gives the blocks that are complete and clean their names.
     void offer_blocks(Sequence& sequence);
     // Drops what no query can want any more.

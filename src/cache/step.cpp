@@ -105,6 +105,7 @@ bool Cache::fits(std::span<const Append> appends) const {
 }
 
 void Cache::State::append(Sequence& s, std::span<const uint32_t> tokens) {
+    s.begun = true;
     const Extent from = s.extent, to = rules.appended(from, int32_t(tokens.size()));
     const auto first_token = uint32_t(tokens.data() - step.tokens.data());
     make_private(exact, s.exact, from.length);

@@ -7,72 +7,11 @@ cache, grammar, chat, a generation past the context, and what is refused. F32 we
 stays a last bit. Servers listen on loopback.
 """
 import concurrent.futures
-import json
-import os
-import socket
 import subprocess
-import sys
-import tempfile
-import time
 import unittest
-import urllib.error
-import urllib.request
 
-TEXT = "The key-value cache of a transformer grows with the length of the text. "
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Server:
-    def __init__(self, kv, extra=()):
-        self.folder = tempfile.TemporaryDirectory()
-        self.port = free_port()
-        self.log = open(os.path.join(self.folder.name, "log"), "w+")
-        command = [CRUMB, "serve", "-m", MODEL, "--port", str(self.port), "-c", "2048", "-np", "4", "-t", "2", "-b", "256",
-                   "-ub", "128", "--slot-save-path", self.folder.name, "--cache-ram", "64", "--no-ui", "--jinja", *kv, *extra]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-
-    def __enter__(self):
-        for _ in range(600):
-            try:
-                if self.call("/health")["status"] == "ok":
-                    return self
-            except (urllib.error.URLError, ConnectionError):
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.2)
-        raise AssertionError("the server did not start:\n" + self.output()[-3000:])
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait(60)
-        self.log.close()
-        self.folder.cleanup()
-
-    def output(self):
-        self.log.flush()
-        with open(self.log.name) as f:
-            return f.read()
-
-    def call(self, path, body=None, timeout=300):
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
-            return json.loads(reply.read())
-
-    def ask(self, prompt, n=24, **more):
-        return self.call("/completion", {"prompt": prompt, "n_predict": n, "temperature": 0, "cache_prompt": True, **more})
-
-    def stream(self, prompt, n=24):
-        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "stream": True}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/completion", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return [json.loads(line[6:])["content"] for line in reply if line.startswith(b"data: ")]
+import server
+from server import CRUMB, MODEL, TEXT, Server
 
 
 def answers(server):
@@ -102,17 +41,18 @@ def answers(server):
     equal["grammar"] = server.ask("Is water wet?", n=4, grammar='root ::= "yes" | "no"')["content"]
     chat = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12, "temperature": 0}
     equal["chat"] = server.call("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
-    reply = server.ask(TEXT * 20, n=400, ignore_eos=True)
+    reply = server.ask(TEXT * 30, n=60, ignore_eos=True)
     equal["past the context"] = [reply["truncated"], reply["tokens_predicted"]]
     true["alive"] = server.call("/health")["status"] == "ok"
     return equal, true
 
 
 class SameAnswers(unittest.TestCase):
-    def compare(self, extra):
-        with Server(["-ctk", "bf16", "-ctv", "bf16", "-fa", "off"], extra) as server:
+    def compare(self, *extra):
+        extra = ["--cache-ram", "64", *extra]
+        with Server("-ctk", "bf16", "-ctv", "bf16", "-fa", "off", *extra) as server:
             stock, _ = answers(server)
-        with Server(["--kv", "bf16"], extra) as server:
+        with Server("--kv", "bf16", *extra) as server:
             ours, true = answers(server)
             self.assertIn("kv: bf16", server.output())
         for name, holds in true.items():
@@ -123,34 +63,28 @@ class SameAnswers(unittest.TestCase):
                 self.assertEqual(ours[name], stock[name])
 
     def test_slots_with_their_own_streams(self):
-        self.compare([])
+        self.compare()
 
     def test_unified(self):
-        self.compare(["--kv-unified"])
+        self.compare("--kv-unified")
 
 
 class CodedServer(unittest.TestCase):
-    def test_bad_requests_and_states_lose_nothing(self):
-        with Server(["--kv", "quarot:paper"]) as server:
-            first = server.ask(TEXT * 26 + "So", id_slot=0)["content"]
-            server.call("/slots/0?action=save", {"filename": "good.bin"})
-            path = os.path.join(server.folder.name, "good.bin")
-            with open(path, "rb") as f:
-                state = bytearray(f.read())
-            state[len(state) // 2] ^= 1
-            with open(os.path.join(server.folder.name, "bad.bin"), "wb") as f:
-                f.write(state)
-            with open(os.path.join(server.folder.name, "short.bin"), "wb") as f:
-                f.write(state[:len(state) // 3])
-            for name in ("bad.bin", "short.bin", "absent.bin"):
-                with self.assertRaises(urllib.error.HTTPError) as error:
-                    server.call("/slots/0?action=restore", {"filename": name})
-                self.assertIn(error.exception.code, range(400, 500), name)
-            with self.assertRaises(urllib.error.HTTPError) as error:
-                server.ask(TEXT * 400)
-            self.assertEqual(error.exception.code, 400)
-            server.call("/slots/0?action=restore", {"filename": "good.bin"})
-            self.assertEqual(server.ask(TEXT * 26 + "So", id_slot=0)["content"], first)
+    def test_what_is_refused_while_it_runs(self):
+        with Server("--kv", "quarot:paper", "--api-key", "open sesame", "--no-ui") as server:
+            key = {"Authorization": "Bearer open sesame"}
+            self.assertEqual(server.refusal("/kv.json")[0], 401)
+            self.assertEqual(server.refusal("/completion", {"prompt": "a"})[0], 401)
+            self.assertEqual(server.refusal("/kv", **key)[0], 404)  # --no-ui
+            self.assertEqual(server.call("/kv.json", **key)["sequences"], [])
+            with server.open("/health", Origin="http://elsewhere.example") as reply:
+                self.assertEqual(reply.status, 200)
+            status, message = server.refusal("/completion", {"prompt": TEXT * 400}, **key)
+            self.assertEqual(status, 400)
+            self.assertIn("context size", message)
+            for body in ({"prompt": {}}, {"prompt": "a", "n_predict": "many"}, {"prompt": [-5, 99999999]}):
+                self.assertIn(server.refusal("/completion", body, **key)[0], (400, 500), body)
+            self.assertEqual(server.call("/health")["status"], "ok")
 
     def test_flags_that_contradict(self):
         for flags, word in ((["-ctk", "q8_0"], "-ctk"), (["--context-shift"], "--context-shift"), (["--cache-reuse", "64"], "--cache-reuse"),
@@ -161,5 +95,4 @@ class CodedServer(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    CRUMB, MODEL = sys.argv[1:3]
-    unittest.main(argv=sys.argv[:1] + sys.argv[3:], verbosity=2)
+    server.main()

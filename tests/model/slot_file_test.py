@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Slot files that lose nothing: damaged, cut off, foreign, of other settings, while the disk is full, and killed midway.
+
+usage: slot_file_test.py CRUMB MODEL_F32.gguf
+"""
+import os
+import resource
+import signal
+import struct
+import tempfile
+import threading
+import time
+import unittest
+import urllib.error
+
+import server
+from server import TEXT, Server
+
+PROMPT = TEXT * 24 + "In short,"
+CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "-np", "2", "-c", "1024", "--slots"]
+
+
+class SlotFiles(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def keeps_its_slot(self, server):
+        self.assertGreater(server.ask(PROMPT, n=4, id_slot=0)["timings"]["cache_n"], 300)
+
+    def restore(self, server, name, slot=0):
+        return server.call(f"/slots/{slot}?action=restore", {"filename": name})["n_restored"]
+
+    def test_damage(self):
+        with Server(*CODED, folder=self.folder) as server:
+            first = server.ask(PROMPT, id_slot=0)["content"]
+            saved = server.call("/slots/0?action=save", {"filename": "good"})["n_saved"]
+            self.assertEqual([name for name in os.listdir(server.folder) if name.endswith(".part")], [])
+            with open(server.path("good"), "rb") as f:
+                good = f.read()
+            n_tokens = struct.unpack_from("<I", good, 8)[0]
+
+            def flipped(at):
+                return good[:at] + bytes([good[at] ^ 1]) + good[at + 1:]
+
+            state = 12 + 4 * n_tokens  # magic, version, count, tokens; then the state
+            damaged = {
+                "magic": (flipped(0), "no slot file"),
+                "first token": (flipped(12 + 4 * 3), "list of tokens"),
+                "last token": (flipped(12 + 4 * (saved + 2)), "list of tokens"),
+                "size of the list": (flipped(8), ""),
+                "header of the state": (flipped(state + 100), ""),
+                "token of the state": (flipped(len(good) - len(good) // 2), "wrong checksum"),
+                "last byte": (flipped(len(good) - 1), "wrong checksum"),
+                "cut in the list": (good[:40], "no slot file"),
+                "cut in the state": (good[:state + 60], "cut off"),
+                "cut in a block": (good[:len(good) // 3], ""),
+                "cut by a byte": (good[:-1], ""),
+                "nothing": (b"", "no slot file"),
+                "a text": (b"once upon a time " * 1000, "no slot file"),
+            }
+            for what, (content, why) in damaged.items():
+                with self.subTest(what):
+                    with open(server.path("bad"), "wb") as f:
+                        f.write(content)
+                    status, message = server.refusal("/slots/0?action=restore", {"filename": "bad"})
+                    self.assertIn(status, range(400, 500))
+                    self.assertIn(why, message)
+                    self.keeps_its_slot(server)
+            for name in ("absent", "../good", "/etc/passwd", "a/b", "..", ""):
+                with self.subTest(name):
+                    self.assertIn(server.refusal("/slots/0?action=restore", {"filename": name})[0], range(400, 500))
+                    if name != "absent":
+                        self.assertIn(server.refusal("/slots/0?action=save", {"filename": name})[0], range(400, 500))
+            self.keeps_its_slot(server)
+            server.erase()
+            self.assertEqual(self.restore(server, "good", slot=1), saved)
+            self.assertEqual(server.ask(PROMPT, id_slot=1)["content"], first)
+        with Server(*CODED, "--kv-recent", "128", folder=self.folder) as server:
+            status, message = server.refusal("/slots/0?action=restore", {"filename": "good"})
+            self.assertEqual(status, 400)
+            self.assertIn("--kv-recent '64', here it is '128'", message)
+
+    def test_a_full_disk(self):
+        with Limited(*CODED) as server:
+            server.ask(PROMPT, id_slot=0)
+            status, message = server.refusal("/slots/0?action=save", {"filename": "whole"})
+            self.assertEqual(status, 500)
+            self.assertIn("could not be written", message)
+            self.assertEqual([name for name in os.listdir(server.folder) if name.startswith("whole")], [])
+            self.keeps_its_slot(server)
+
+    def test_killed_while_it_saves(self):
+        with Server(*CODED, folder=self.folder) as server:
+            server.ask(PROMPT, id_slot=0)
+            server.call("/slots/0?action=save", {"filename": "state"})
+        caught = 0
+        for i in range(3):
+            with Server(*CODED, folder=self.folder) as server:
+                self.assertGreater(self.restore(server, "state"), 300)  # what the last kill left
+                server.ask(f"{i}. {PROMPT}", n=1, id_slot=0)
+
+                def save():
+                    try:
+                        server.call("/slots/0?action=save", {"filename": "state"})
+                    except (OSError, urllib.error.URLError):
+                        pass
+
+                saving = threading.Thread(target=save)
+                saving.start()
+                part, end = server.path("state.part"), time.monotonic() + 30
+                while not os.path.exists(part) and saving.is_alive() and time.monotonic() < end:
+                    pass
+                server.process.send_signal(signal.SIGKILL)
+                saving.join()
+                server.process.wait()
+                caught += os.path.exists(part)
+        self.assertGreater(caught, 0, "no kill came while a file was written")
+        with Server(*CODED, folder=self.folder) as server:
+            self.assertGreater(self.restore(server, "state"), 300)
+            self.assertIn(server.refusal("/slots/1?action=restore", {"filename": "state.part"})[0], range(400, 500))
+
+
+class Limited(Server):
+    """Files of this server end at a megabyte, as they do on a disk that is full."""
+
+    def start(self, command):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        return super().start(command, preexec_fn=limit, restore_signals=False)
+
+
+if __name__ == "__main__":
+    server.main()

@@ -1,0 +1,339 @@
+#!/usr/bin/env python3
+"""Leave a crumb server alone with unruly clients, and check every answer against the same request run alone.
+
+usage: soak.py CRUMB MODEL_F32.gguf [--minutes 2] [--clients 6] [--seed 1] [--json FILE]    (tools/soak/run.sh brings the client)
+
+Clients are the official OpenAI package: chats and streams with shared system prompts and second turns, streams that are
+dropped, slow readers, bad bodies; beside them slots are saved and restored, and every 45 seconds the server is killed
+(SIGKILL) while it writes a slot file, and started again. The server has four slots and less memory than they would like.
+
+Fails if an answer is wrong, a slot file is neither the old nor the new one, the server ends by itself, or pages are still in use
+when all is done. Weights are F32, so that a batch of other requests changes a sum by a last bit; where that turns one
+word into another, the reference must have had both within 0.02 of each other (a tie; ties are counted).
+"""
+import argparse
+import collections
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+
+TEXT = "The key-value cache of a transformer grows with the length of the text. "
+SYSTEMS = [f"You are assistant number {i}. " + TEXT * 12 for i in range(3)]
+QUESTIONS = ["What is a cache?", "Why is the sky blue?", "Name three colours.", "What grows with the text?"]
+ANSWER = 20  # tokens
+TIE = 0.02   # of a log probability
+KEY = "soak"
+
+
+class Lost(Exception):
+    """The server was killed under this request."""
+
+
+class Server:
+    def __init__(self, crumb, model, folder):
+        self.command = [crumb, "serve", "-m", model, "-c", "1024", "-np", "4", "-t", "1", "-b", "256", "-ub", "128", "--jinja",
+                        "--kv", "quarot:paper", "--kv-recent", "64", "--kv-memory", "40M", "--metrics", "--slots",
+                        "--slot-save-path", folder, "--api-key", KEY]
+        self.folder = folder
+        self.log = open(os.path.join(folder, "log"), "ab")
+        self.kills = 0
+        self.down = threading.Event()  # on purpose
+        self.start()
+
+    def start(self):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.process = subprocess.Popen(self.command + ["--port", str(self.port)], stdout=self.log, stderr=self.log)
+        for _ in range(1200):
+            if self.process.poll() is not None:
+                raise SystemExit(f"soak: the server did not start; its log: {self.log.name}")
+            try:
+                if self.call("/health")["status"] == "ok":
+                    break
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.1)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=300)
+        self.down.clear()
+
+    def call(self, path, body=None, raw=None, text=False):
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data,
+                                         {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            return reply.read().decode() if text else json.loads(reply.read())
+
+    def metric(self, name):
+        lines = self.call("/metrics", text=True).splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
+
+    def memory(self):
+        with open(f"/proc/{self.process.pid}/status") as f:
+            return next(int(line.split()[1]) for line in f if line.startswith("VmRSS")) / 1024
+
+    def kill_while_it_saves(self):
+        """True if the kill came while a file was being written."""
+        part = os.path.join(self.folder, "state.part")
+        saving = threading.Thread(target=self.try_save, args=("state",))
+        saving.start()
+        end = time.monotonic() + 60
+        while not os.path.exists(part) and saving.is_alive() and time.monotonic() < end:
+            pass
+        self.down.set()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        saving.join()
+        self.kills += 1
+        return os.path.exists(part)
+
+    def try_save(self, name):
+        try:
+            self.call("/slots/0?action=save", {"filename": name})
+        except (OSError, http.client.HTTPException):
+            pass
+
+
+class Soak:
+    def __init__(self, server, seed):
+        self.server, self.seed = server, seed
+        self.done = collections.Counter()
+        self.wrong = []
+        self.lock = threading.Lock()
+        self.cached = self.prompted = 0
+
+    def count(self, what):
+        with self.lock:
+            self.done[what] += 1
+
+    def fail(self, what, **more):
+        with self.lock:
+            self.wrong.append({"what": what, **more})
+        print(f"soak: WRONG: {what}: {more}", file=sys.stderr, flush=True)
+
+    # --- what is right
+
+    def references(self):
+        """Every conversation alone and cold, with the words that were nearly chosen."""
+        self.conversations = []
+        for system in SYSTEMS:
+            for question in QUESTIONS:
+                messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+                first = self.alone(messages)
+                if question is QUESTIONS[0]:
+                    self.alone(messages + [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": "Say more."}])
+
+    def alone(self, messages):
+        reply = self.server.client.chat.completions.create(
+            model="m", messages=messages, max_tokens=ANSWER, temperature=0, logprobs=True, top_logprobs=3, extra_body={"cache_prompt": False})
+        words = [(t.token, {o.token: o.logprob for o in t.top_logprobs}) for t in reply.choices[0].logprobs.content]
+        one = {"messages": messages, "text": reply.choices[0].message.content, "words": words}
+        self.conversations.append(one)
+        return one
+
+    def check(self, one, text, whole, how):
+        right = one["text"]
+        if text == right if whole else right.startswith(text):
+            self.count(how)
+            return
+        at = 0
+        for word, others in one["words"]:
+            if text.startswith(word, at):
+                at += len(word)
+                continue
+            best = others.get(word, 0)
+            if any(text.startswith(other, at) and best - p < TIE for other, p in others.items() if other != word):
+                self.count("ties")
+                return
+            break
+        self.fail("another answer", how=how, messages=one["messages"][-1]["content"], right=right, got=text)
+
+    # --- what clients do
+
+    def chat(self, random, one):
+        reply = self.server.client.chat.completions.create(model="m", messages=one["messages"], max_tokens=ANSWER, temperature=0)
+        self.check(one, reply.choices[0].message.content, True, "chats")
+        usage = reply.usage
+        with self.lock:
+            self.prompted += usage.prompt_tokens
+            self.cached += usage.prompt_tokens_details.cached_tokens
+        if not 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens:
+            self.fail("cached_tokens", usage=usage.model_dump())
+
+    def stream(self, random, one, pause=0.0, pieces=None):
+        text, n = "", 0
+        with self.server.client.chat.completions.create(model="m", messages=one["messages"], max_tokens=ANSWER, temperature=0,
+                                                        stream=True) as stream:
+            for event in stream:
+                text += (event.choices[0].delta.content or "") if event.choices else ""
+                n += 1
+                time.sleep(pause)
+                if n == pieces:
+                    break
+        self.check(one, text, pieces is None, "streams dropped" if pieces else "slow readers" if pause else "streams")
+
+    def slow_reader(self, random, one):
+        self.stream(random, one, pause=random.uniform(0.05, 0.3))
+
+    def drop(self, random, one):
+        self.stream(random, one, pieces=random.randrange(1, ANSWER))
+
+    def drop_unread(self, random, one):
+        with socket.create_connection(("127.0.0.1", self.server.port)) as s:
+            body = json.dumps({"messages": one["messages"], "max_tokens": 200, "stream": random.random() < 0.5}).encode()
+            s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), len(body)))
+            s.sendall(body if random.random() < 0.8 else body[:len(body) // 2])
+            time.sleep(random.uniform(0, 1.5))
+        self.count("dropped unread")
+
+    def bad_body(self, random, one):
+        path, body = random.choice([
+            ("/v1/chat/completions", b"{"), ("/v1/chat/completions", b'{"messages": 3}'), ("/v1/chat/completions", b'{"messages": [{"role": "user"}]}'),
+            ("/v1/completions", b'{"prompt": "a", "max_tokens": "b"}'), ("/completion", b'{"prompt": [-7, 1000000000]}'),
+            ("/completion", json.dumps({"prompt": TEXT * 300}).encode()), ("/completion", json.dumps({"prompt": TEXT * 5, "n_predict": 10**8, "id_slot": "x"}).encode()),
+            ("/slots/0?action=restore", b'{"filename": "../log"}'), ("/slots/0?action=restore", b'{"filename": "log"}'), ("/slots/77?action=nothing", b"{}"),
+            ("/nowhere", b"{}"), ("/v1/chat/completions", b"\xff\xfe" * 1000)])
+        try:
+            self.server.call(path, raw=body)
+        except urllib.error.HTTPError as error:
+            error.close()
+            self.count("bad bodies refused")
+        else:
+            self.fail("a bad body was answered", path=path, body=body[:80].decode(errors="replace"))
+
+    def save_and_restore(self, random, one):
+        name, a, b = f"slot{random.randrange(3)}", random.randrange(4), random.randrange(4)
+        saved = self.server.call(f"/slots/{a}?action=save", {"filename": name})["n_saved"]
+        try:
+            self.server.call(f"/slots/{b}?action=restore", {"filename": name})
+        except urllib.error.HTTPError as error:
+            with error:
+                message = json.loads(error.read())["error"]["message"]
+            if "blocks are free" not in message:  # a full cache may refuse
+                self.fail("a slot was not restored", message=message, saved=saved)
+        self.count("slots saved and restored")
+
+    ACTIONS = [(chat, 6), (stream, 6), (slow_reader, 2), (drop, 4), (drop_unread, 2), (bad_body, 3), (save_and_restore, 1)]
+
+    def client(self, number, end):
+        dice = random.Random(self.seed * 1000 + number)
+        while time.monotonic() < end:
+            action = dice.choices([a for a, _ in self.ACTIONS], [w for _, w in self.ACTIONS])[0]
+            process = self.server.process
+            try:
+                action(self, dice, dice.choice(self.conversations))
+            except (openai.APIConnectionError, OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    self.fail("an error", action=action.__name__, status=error.code, message=error.read().decode(errors="replace"))
+                elif self.server.down.is_set() or process is not self.server.process or process.poll() == -signal.SIGKILL:
+                    self.count("lost by a kill")
+                    time.sleep(0.5)
+                else:
+                    self.fail("the connection broke", action=action.__name__, error=repr(error))
+            except openai.APIError as error:
+                if process is not self.server.process or self.server.down.is_set():
+                    self.count("lost by a kill")
+                else:
+                    self.fail("an error", action=action.__name__, error=repr(error))
+            if process.poll() not in (None, -signal.SIGKILL):
+                self.fail("the server ended", status=process.poll())
+                return
+
+    def run(self, minutes, clients):
+        self.references()
+        print(f"soak: {len(self.conversations)} conversations alone; now {clients} clients for {minutes:g} minutes", file=sys.stderr, flush=True)
+        end = time.monotonic() + 60 * minutes
+        threads = [threading.Thread(target=self.client, args=(i, end)) for i in range(clients)]
+        for thread in threads:
+            thread.start()
+        self.memory = []
+        next_kill = time.monotonic() + 45
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(1)
+            if time.monotonic() > next_kill and time.monotonic() < end - 10:
+                self.kill()
+                next_kill = time.monotonic() + 45
+            if self.server.process.poll() is None:
+                self.memory.append(self.server.memory())
+        for thread in threads:
+            thread.join()
+        self.at_rest()
+
+    def kill(self):
+        self.server.try_save("state")  # so that there is an old one
+        if self.server.kill_while_it_saves():
+            self.count("kills while a file was written")
+        self.server.start()
+        try:
+            self.server.call("/slots/1?action=restore", {"filename": "state"})
+        except urllib.error.HTTPError as error:
+            with error:
+                message = json.loads(error.read())["error"]["message"]
+            if "blocks are free" not in message:
+                self.fail("a slot file after a kill", message=message)
+        self.count("kills")
+
+    def at_rest(self):
+        for _ in range(600):
+            if self.server.metric("llamacpp:requests_processing") == self.server.metric("llamacpp:requests_deferred") == 0:
+                break
+            time.sleep(0.1)
+        else:
+            self.fail("requests that never end")
+        for slot in range(4):
+            self.server.call(f"/slots/{slot}?action=erase", {})
+        for name in ("crumb:kv_pages_in_use", "crumb:kv_cache_bytes_in_use"):
+            if self.server.metric(name) != 0:
+                self.fail("a leak", metric=name, value=self.server.metric(name))
+        if self.server.metric("crumb:kv_tokens_aged_early_total") != 0:
+            self.fail("tokens aged early", value=self.server.metric("crumb:kv_tokens_aged_early_total"))
+        one = self.conversations[0]
+        self.chat(random.Random(0), one)
+
+    def report(self):
+        return {"answers": dict(sorted(self.done.items())), "wrong": self.wrong, "prompt_tokens": self.prompted, "cached_tokens": self.cached,
+                "kills": self.server.kills, "memory_MiB": {"largest": max(self.memory), "last": self.memory[-1]}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("crumb")
+    parser.add_argument("model")
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", help="write the report there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(args.crumb, args.model, folder)
+        soak = Soak(server, args.seed)
+        try:
+            soak.run(args.minutes, args.clients)
+        finally:
+            server.process.terminate()
+            server.process.wait(60)
+        report = soak.report()
+        if report["wrong"]:
+            with open(server.log.name, errors="replace") as f:
+                print("".join(f.readlines()[-60:]), file=sys.stderr)
+    print(json.dumps(report, indent=1))
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump(report, f, indent=1)
+            f.write("\n")
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
