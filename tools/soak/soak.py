@@ -44,7 +44,7 @@ class Lost(Exception):
 class Server:
     def __init__(self, crumb, model, folder):
         self.command = [crumb, "serve", "-m", model, "-c", "1024", "-np", "4", "-t", "1", "-b", "256", "-ub", "128", "--jinja",
-                        "--kv", "quarot:paper", "--kv-recent", "64", "--kv-memory", "40M", "--metrics", "--slots",
+                        "--kv", "quarot:paper", "--kv-recent", "64", "--kv-memory", "54M", "--metrics", "--slots",
                         "--slot-save-path", folder, "--api-key", KEY]
         self.folder = folder
         self.log = open(os.path.join(folder, "log"), "ab")
