@@ -208,6 +208,12 @@ TEST(LineFile, LeavesAFileOfSomethingElseAsItIs) {
 
 Key key(const std::string& recipe) { return {{"model", "m"}, {"recipe", recipe}, {"context", "512"}}; }
 
+TEST(Ledger, LeavesNoFileIfNothingWasMeasured) {
+    const auto path = scratch("nothing");
+    { const Ledger ledger(path); }
+    EXPECT_FALSE(std::filesystem::exists(path));
+}
+
 TEST(Ledger, GivesBackExactlyWhatWasMeasured) {
     const auto path = scratch("ledger");
     const Text text = random_text(600, 30, 5);

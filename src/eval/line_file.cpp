@@ -3,6 +3,7 @@
 #include <crumb/error.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,7 +52,11 @@ LineFile::LineFile(std::filesystem::path file, std::string_view start) : file_(s
     }
 }
 
-LineFile::~LineFile() { close(descriptor_); }
+LineFile::~LineFile() {
+    struct stat status;
+    if (fstat(descriptor_, &status) == 0 && status.st_size == 0) { unlink(file_.c_str()); }  // while it is locked
+    close(descriptor_);
+}
 
 void LineFile::append(std::string_view line) {
     CRUMB_ASSERT(line.find('\n') == std::string_view::npos);

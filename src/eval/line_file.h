@@ -1,7 +1,7 @@
 // A file of lines that only grows: what a run has measured so far. A line is written with one call and flushed to the disk;
 // whoever is killed in the middle leaves at most an unfinished last line, which the next one to write cuts off. One process
 // writes at a time: the file is locked while it is open. Nothing is changed before the first line is appended, so that a
-// wrong file name costs nothing.
+// wrong file name costs nothing, and a file without any line goes away with its owner.
 #pragma once
 
 #include <filesystem>
