@@ -25,7 +25,8 @@ artefact=$cache/artefacts/$(basename "$model" .gguf).crumb.safetensors
 if ! "$crumb" inspect --artifact "$artefact" 2>/dev/null | grep 'planes:' >/dev/null; then
     echo "demo: calibrating $(basename "$model") on $tokens tokens of prose, technical text and code (once)" >&2
     mkdir -p "$(dirname "$artefact")"
-    "$crumb" calibrate -m "$model" -o "$artefact" --tokens "$tokens" \
+    # without a gradient, to keep the first run at a few minutes: planes is about half as good then
+    "$crumb" calibrate -m "$model" -o "$artefact" --tokens "$tokens" --metric none \
         -f "$text/calibration/docs.txt" -f "$text/calibration/prose.txt" -f "$text/calibration/code.txt"
 fi
 

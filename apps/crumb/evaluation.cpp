@@ -72,6 +72,14 @@ void Evaluation::choose_variants() {
         if (!slow.empty()) { verdict_.notes.push_back(fmt::format("left out {}: they have no fast attention, --kv-allow-slow runs them", fmt::join(slow, ", "))); }
     }
     const auto path = o_.artefact.empty() ? llama::default_artefact(o_.model) : o_.artefact;
+    if (o_.sweep && !std::filesystem::exists(path)) {
+        const auto wants = std::ranges::stable_partition(names, [](const std::string& name) {
+            return std::ranges::find(kStocks, name, &Stock::name) != std::end(kStocks) || !find_recipe(name).needs_artefact();
+        });
+        verdict_.notes.push_back(fmt::format("left out {}: they need an artefact for this model, and there is none at {}: make one with\n    crumb calibrate -m {}",
+                                             fmt::join(wants, ", "), path.string(), o_.model.string()));
+        names.erase(wants.begin(), wants.end());
+    }
     for (const auto& name : names) {
         if (const auto stock = std::ranges::find(kStocks, name, &Stock::name); stock != std::end(kStocks)) {
             variants_.push_back({name, std::nullopt, stock->type});
@@ -82,6 +90,7 @@ void Evaluation::choose_variants() {
         kv.prefill = o_.prefill;
         kv.allow_slow = o_.allow_slow;
         kv.attention = o_.attention;
+        kv.announce = false;
         try {
             const bool automatic = name == llama::kAuto;
             const Windows windows = o_.paper_windows && !automatic ? find_recipe(name).paper : Windows{};

@@ -15,7 +15,7 @@ struct CalibrationOptions {
     std::vector<std::filesystem::path> texts;
     std::filesystem::path output;  // empty: default_artefact() of the model
     RotationMethod method;
-    std::string metric = "none";  // what `planes` weighs errors with: none, local, gradient
+    std::string metric = "gradient";  // what `planes` weighs errors with: none, local, gradient
     uint64_t seed = 0;            // of gradient: whose labels are drawn
     double clip = 3;              // of gradient: see GradientOptions
     std::filesystem::path checkpoint;  // of gradient; empty: the output with .gradient behind it

@@ -264,8 +264,10 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
                                                       attention_choice(g.options->attention), g.options->verify);
         if (!model.hparams.no_alloc) {
             const int64_t tokens = memory->bytes().tokens;
-            std::fprintf(stderr, "%s\nKV cache size: %lld tokens; maximum concurrency for %lld tokens per request: %.2fx\n", line.c_str(),
-                         (long long)tokens, (long long)per_sequence, double(tokens) / double(per_sequence));
+            if (g.options->announce) {
+                std::fprintf(stderr, "%s\nKV cache size: %lld tokens; maximum concurrency for %lld tokens per request: %.2fx\n", line.c_str(),
+                             (long long)tokens, (long long)per_sequence, double(tokens) / double(per_sequence));
+            }
             std::lock_guard lock(g.mutex);
             g.live.push_back(memory.get());
         }

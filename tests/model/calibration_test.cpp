@@ -130,6 +130,7 @@ CalibrationOptions options(const char* artefact) {
     o.model = model_path(kSmolLM2);
     o.texts = {kCache / "text" / "calibration" / "docs.txt", kCache / "text" / "calibration" / "code.txt"};
     o.output = std::filesystem::path(CRUMB_SCRATCH) / artefact;
+    o.metric = "none";
     o.tokens = 2200;
     o.window = 1100;
     return o;
