@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Build the pinned llama.cpp with crumb's hooks, once, into the cache folder. Prints the prefix: PREFIX/src, PREFIX/build.
-# usage: build.sh [--prefix]     (--prefix prints the prefix of a finished build, and fails if there is none)
+# usage: build.sh [--prefix] [--cuda ARCHITECTURES]
+#   --prefix  prints the prefix of a finished build, and fails if there is none
+#   --cuda    with llama.cpp's CUDA backend (needs nvcc and cuBLAS), for example: --cuda 90
 #
 # The prefix is named by everything that decides what comes out: source archive, hooks, compiler, options, CPU
 # instruction sets. So a change of any of them, or a cache folder carried to another CPU, means another folder and a new
@@ -23,14 +25,21 @@ die() {
 }
 
 only_prefix=
-case ${1:-} in
-    "") ;;
-    --prefix) only_prefix=1 ;;
-    *)
-        echo "usage: build.sh [--prefix]" >&2
-        exit 2
-        ;;
-esac
+cuda=
+while (($# > 0)); do
+    case $1 in
+        --prefix) only_prefix=1 ;;
+        --cuda)
+            cuda=${2:?--cuda takes architectures, for example 90}
+            shift
+            ;;
+        *)
+            echo "usage: build.sh [--prefix] [--cuda ARCHITECTURES]" >&2
+            exit 2
+            ;;
+    esac
+    shift
+done
 
 for tool in python3 cmake ninja c++; do
     command -v "$tool" >/dev/null || die "there is no $tool here. Type: make setup"
@@ -85,6 +94,12 @@ options=(
     -DLLAMA_OPENSSL=OFF
     -DLLAMA_USE_PREBUILT_UI=OFF # it would be downloaded
 )
+hooks=()
+if [[ -n $cuda ]]; then
+    nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) || die "--cuda needs nvcc, and there is none in PATH or /usr/local/cuda"
+    options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$cuda" "-DCMAKE_CUDA_COMPILER=$nvcc" -DGGML_CUDA_NCCL=OFF)
+    hooks=(--cuda)
+fi
 # the tools of llama.cpp as libraries: crumb's program calls their entry points
 targets=(llama-server-impl llama-completion-impl llama-cli-impl llama-perplexity-impl llama-bench-impl
     llama-batched-bench-impl llama-quantize-impl)
@@ -97,8 +112,9 @@ pin = json.load(open(sys.argv[1]))["llama"]
 print(pin["sha256"], pin["folder"])' "$tools/pins.json")
 identity=$(
     echo "archive $archive_sha256"
-    echo "hooks $(sha256sum <"$here/hooks.py" | cut -d' ' -f1)"
+    echo "hooks $("$here/hooks.py" --list "${hooks[@]}" | sha256sum | cut -d' ' -f1)"
     echo "compiler $(c++ --version | head -n 1)"
+    [[ -z $cuda ]] || echo "cuda $("$nvcc" --version | tail -n 1)"
     echo "machine $(uname -sm)"
     printf 'option %s\n' "${options[@]}"
     printf 'target %s\n' "${targets[@]}"
@@ -107,10 +123,13 @@ key=$(sha256sum <<<"$identity" | cut -c1-12)
 prefix=$cache/llama.cpp/$key
 
 if [[ -f $prefix/complete ]]; then
-    echo "$prefix"
+    cd -P "$prefix" && pwd # a link is followed: what was compiled against the folder stays good
     exit 0
 fi
-[[ -z $only_prefix ]] || die "not built yet. Type: make setup"
+if [[ -n $only_prefix ]]; then
+    [[ -z $cuda ]] || die "not built yet. Type: engines/llama/build.sh --cuda $cuda"
+    die "not built yet. Type: make setup"
+fi
 
 mkdir -p "$cache/llama.cpp"
 # held until the last process of a build is gone, also when this script was killed and its compilers were not
@@ -120,7 +139,7 @@ if ! flock -n 9; then
     flock 9
 fi
 if [[ -f $prefix/complete ]]; then
-    echo "$prefix"
+    cd -P "$prefix" && pwd
     exit 0
 fi
 
@@ -135,7 +154,7 @@ mkdir -p "$prefix/src"
 say "unpacking"
 tar -xzf "$archive" -C "$prefix/src" --strip-components="$(($(tr -cd / <<<"$folder" | wc -c) + 1))" \
     "${members[@]/#/$folder/}"
-"$here/hooks.py" "$prefix/src" >"$prefix/build.log"
+"$here/hooks.py" "${hooks[@]}" "$prefix/src" >"$prefix/build.log"
 
 say "configuring (${isa[*]:-default instruction sets})"
 # paths below the cache folder are not part of what ccache remembers, so a new key compiles only what changed

@@ -9,9 +9,10 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import hooks  # noqa: E402
+from insertions import cuda, http, memory, server  # noqa: E402
 
 TREE = {
-    hooks.MEMORY_H: """\
+    memory.MEMORY_H: """\
 struct llama_ubatch;
 
 // the interface for managing the memory context during batch processing
@@ -19,7 +20,7 @@ struct llama_memory_context_i {
     virtual llama_memory_status get_status() const = 0;
 };
 """,
-    hooks.MODEL_CPP: """\
+    memory.MODEL_CPP: """\
 int unrelated() {
     llama_memory_i * res;
     return res;
@@ -40,7 +41,7 @@ llama_memory_i * llama_model::create_memory(const llama_memory_params & params) 
     return res;
 }
 """,
-    hooks.LLAMA_CPP: """\
+    memory.LLAMA_CPP: """\
 static struct llama_model * llama_model_load_from_file_impl(
         const std::string & path_model) {
     if (path_model.empty()) {
@@ -50,13 +51,13 @@ static struct llama_model * llama_model_load_from_file_impl(
     return model;
 }
 """,
-    hooks.GRAPH_H: """\
+    memory.GRAPH_H: """\
 struct llama_memory_context_i;
 struct llm_graph_context {
     llm_graph_input_attn_no_cache * build_attn_inp_no_cache() const;
 };
 """,
-    hooks.GRAPH_CPP: """\
+    memory.GRAPH_CPP: """\
 llm_graph_input_attn_no_cache * llm_graph_context::build_attn_inp_no_cache() const {
 }
 
@@ -79,10 +80,10 @@ ggml_tensor * llm_graph_context::build_attn(
             int       il) const {
 }
 """,
-    hooks.SERVER_H: """\
+    server.SERVER_H: """\
 struct server_context_impl; // private implementation
 """,
-    hooks.SERVER_CPP: """\
+    server.SERVER_CPP: """\
 enum slot_state {
 };
 struct server_slot {
@@ -120,21 +121,21 @@ static json get_res_props(const server_context_meta & meta) {
             res->data = tmp.to_metrics();
             res->data = res_task->to_metrics();
 """,
-    hooks.HTTP_H: """\
+    http.HTTP_H: """\
 struct server_http_context {
 };
 """,
-    hooks.HTTP_CPP: """\
+    http.HTTP_CPP: """\
 class server_http_context::Impl {
 };
         std::unordered_set<std::string> paths { "/" };
         return paths;
     // a browser that used the built-in UI keeps its service worker, so it shows the old UI
 """,
-    hooks.CUDA_H: """\
+    cuda.CUDA_H: """\
 GGML_BACKEND_API ggml_backend_reg_t ggml_backend_cuda_reg(void);
 """,
-    hooks.CUDA_CU: """\
+    cuda.CUDA_CU: """\
 static bool ggml_cuda_compute_forward(ggml_backend_cuda_context & ctx, struct ggml_tensor * dst) {
         case GGML_OP_FLASH_ATTN_EXT:
             ggml_cuda_flash_attn_ext(ctx, dst);
@@ -198,16 +199,16 @@ class Hooks(unittest.TestCase):
 
     def test_order_inside_create_memory(self):
         self.run_hooks()
-        text = self.files()[hooks.MODEL_CPP]
+        text = self.files()[memory.MODEL_CPP]
         places = [text.index(piece) for piece in (
-            "int unrelated()", "static llama_memory_factory g_memory_factory", "llama_model::create_memory(", hooks.MODEL_ASKED,
+            "int unrelated()", "static llama_memory_factory g_memory_factory", "llama_model::create_memory(", memory.MODEL_ASKED,
             "layer_share_cb share", "factory_asked = true", "if (hparams.swa_type", "!factory_asked")]
         self.assertEqual(places, sorted(places))
 
     def test_cuda_files_are_left_alone_without_the_flag(self):
         self.run_hooks()
         after = self.files()
-        for name in (hooks.CUDA_H, hooks.CUDA_CU):
+        for name in (cuda.CUDA_H, cuda.CUDA_CU):
             self.assertEqual(after[name], TREE[name])
 
     def test_twice_is_once(self):
@@ -263,25 +264,34 @@ class Hooks(unittest.TestCase):
         return re.compile(hook.anchor, re.M).search(text, start)[0]
 
     def test_moved_anchor(self):
-        self.edit(hooks.GRAPH_CPP, "llm_graph_context::build_attn_inp_kv() const", "llm_graph_context::build_attn_inp_kv2() const")
+        self.edit(memory.GRAPH_CPP, "llm_graph_context::build_attn_inp_kv() const", "llm_graph_context::build_attn_inp_kv2() const")
         self.assert_refused("graph input, plain")
 
     def test_doubled_anchor(self):
-        self.edit(hooks.MEMORY_H, "struct llama_ubatch;\n", "struct llama_ubatch;\nstruct llama_ubatch;\n")
+        self.edit(memory.MEMORY_H, "struct llama_ubatch;\n", "struct llama_ubatch;\nstruct llama_ubatch;\n")
         self.assert_refused("memory types")
 
     def test_last_file_refuses_before_the_first_is_written(self):
-        self.edit(hooks.CUDA_CU, "    return nullptr;\n", "    return NULL;\n")
+        self.edit(cuda.CUDA_CU, "    return nullptr;\n", "    return NULL;\n")
         self.assert_refused("CUDA lookup", "--cuda")
         self.assertEqual(self.run_hooks()[0], 0)
 
+    def test_list_is_all_that_is_inserted(self):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(hooks.main(["--list"]), 0)
+        listed = out.getvalue()
+        for hook in hooks.HOOKS:
+            self.assertIn(repr(hook.text), listed)
+        self.assertNotIn(repr(cuda.HOOKS[0].text), listed)
+
     def test_missing_file(self):
-        (self.root / hooks.GRAPH_H).unlink()
+        (self.root / memory.GRAPH_H).unlink()
         self.assert_refused("graph types")
 
     def test_hooks_of_another_version(self):
         self.run_hooks()
-        self.edit(hooks.MODEL_CPP, hooks.MODEL_ASKED, "")
+        self.edit(memory.MODEL_CPP, memory.MODEL_ASKED, "")
         self.assert_refused("factory flag")
 
 
