@@ -11,12 +11,7 @@
 #include <cstring>
 
 #include "attention/alibi.h"
-
-#if defined(__x86_64__)
-#define CRUMB_EVERY_LEVEL __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CRUMB_EVERY_LEVEL
-#endif
+#include "base/clones.h"
 
 namespace crumb {
 
@@ -28,7 +23,7 @@ constexpr int kLanes = 16;
 using Floats = float __attribute__((vector_size(4 * kLanes), aligned(4)));
 
 // out[64] = sum over i of x[i] rows[i][64].
-CRUMB_EVERY_LEVEL void combine64(int n, const float* x, const float* rows, float* out) {
+CRUMB_CLONES void combine64(int n, const float* x, const float* rows, float* out) {
     Floats sum[4] = {};
     for (int i = 0; i < n; i++) {
         for (int v = 0; v < 4; v++) {
@@ -41,7 +36,7 @@ CRUMB_EVERY_LEVEL void combine64(int n, const float* x, const float* rows, float
 }
 
 // out[width] += sum over i of x[i] rows[i][width]; width is a multiple of 16.
-CRUMB_EVERY_LEVEL void add_rows(int n, int width, const float* x, const float* rows, float* out) {
+CRUMB_CLONES void add_rows(int n, int width, const float* x, const float* rows, float* out) {
     for (int c = 0; c < width; c += kLanes) {
         Floats sum;
         std::memcpy(&sum, out + c, sizeof sum);

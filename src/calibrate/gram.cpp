@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "calibrate/clones.h"
+#include "base/clones.h"
 
 namespace crumb {
 

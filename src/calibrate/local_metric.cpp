@@ -10,7 +10,7 @@
 #include <cmath>
 #include <thread>
 
-#include "calibrate/clones.h"
+#include "base/clones.h"
 #include "calibrate/gram.h"
 
 namespace crumb {

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-#include "calibrate/clones.h"
+#include "base/clones.h"
 #include "calibrate/eigenbasis.h"
 #include "calibrate/gram.h"
 #include "recipe/planes.h"
