@@ -27,9 +27,11 @@ import zipfile
 
 PINS = pathlib.Path(os.environ.get("CRUMB_PINS") or pathlib.Path(__file__).with_name("pins.json"))
 CHUNK = 1 << 20
-TEXT_VERSION = 1  # raise it when the rules below produce other text
+TEXT_VERSION = 2  # raise it when the rules below produce other text
 TEXT_CAP = 2_000_000  # bytes of one text file at most
 TEXT_LEAST = 300_000  # and at least
+LANGUAGES = ("de", "fr", "it", "ja", "ko", "nl", "pt", "ru", "zh-cn")
+CHAPTER = 4_000  # characters of a text that is one file: chapters take sides as files do
 
 
 class Failure(Exception):
@@ -296,6 +298,13 @@ def read_code(root):
             yield name, path.read_bytes()
 
 
+def read_languages(root):
+    for language in LANGUAGES:
+        text = gzip.decompress((root / f"usr/share/doc/debian/FAQ/debian-faq.{language}.txt.gz").read_bytes()).decode("utf-8")
+        for n, at in enumerate(range(0, len(text), CHAPTER)):
+            yield f"{language} {n}", text[at:at + CHAPTER].encode()
+
+
 def compose(files):
     """Text for calibration and for evaluation, from files that are disjoint. The hash of its name says on which side
     a file is and in which order it comes, so a file that a new package version adds or drops moves no other."""
@@ -306,7 +315,7 @@ def compose(files):
         except UnicodeDecodeError:
             continue
         if 1000 <= len(data) <= TEXT_CAP // 2:
-            rank = hashlib.sha256(f"crumb text {TEXT_VERSION} {name}".encode()).digest()
+            rank = hashlib.sha256(f"crumb text 1 {name}".encode()).digest()
             sides["calibration" if rank[0] % 2 == 0 else "evaluation"].append((rank, text.encode()))
     out = {}
     for side, texts in sides.items():
@@ -348,7 +357,8 @@ def fetch_text(pins, cache):
                 if versions[name] != tested:
                     say(f"text: {name} is {versions[name]}, measured with {tested}: numbers may differ in the last digits")
                 # unpacked, not installed: dpkg may be told to leave documentation out
-                roots[name] = work / "unpacked" / ("code" if name.startswith("lib") else name)
+                shared = "code" if name.startswith("lib") else "languages" if name.startswith("debian-faq-") else name
+                roots[name] = work / "unpacked" / shared
                 roots[name].mkdir(parents=True, exist_ok=True)
                 subprocess.run(["dpkg-deb", "-x", str(archive), str(roots[name])], check=True)
             say("text: composing calibration and evaluation text")
@@ -359,7 +369,8 @@ def fetch_text(pins, cache):
             made.mkdir()
             (made / "document.txt").write_bytes(docs.pop(DOCUMENT))
             for domain, files in (("docs", docs.items()), ("prose", read_prose(roots["anarchism"])),
-                                  ("code", read_code(work / "unpacked" / "code"))):
+                                  ("code", read_code(work / "unpacked" / "code")),
+                                  ("languages", read_languages(work / "unpacked" / "languages"))):
                 for side, data in compose(files).items():
                     if len(data) < TEXT_LEAST:
                         raise Failure(f"text: only {len(data)} bytes of {domain} for {side}: the packages have changed")

@@ -11,7 +11,7 @@ std::vector<std::filesystem::path> fetched_texts(const char* half) {
     auto cache = variable("CRUMB_CACHE");
     if (cache.empty()) { cache = (variable("XDG_CACHE_HOME").empty() ? variable("HOME") / ".cache" : variable("XDG_CACHE_HOME")) / "crumb"; }
     std::vector<std::filesystem::path> texts;
-    for (const char* domain : {"docs.txt", "prose.txt", "code.txt"}) {
+    for (const char* domain : {"docs.txt", "prose.txt", "code.txt", "languages.txt"}) {
         texts.push_back(cache / "text" / half / domain);
         if (!std::filesystem::exists(texts.back())) {
             fail("no text was given, and {} has not been fetched: give -f FILE, several times for several domains, or type\n"

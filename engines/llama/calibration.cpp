@@ -40,12 +40,46 @@ std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
     return text;
 }
 
-TextWindows windows_of(const llama_model* model, const CalibrationOptions& o) {
+// Paragraphs as turns of chats, each of a few questions and answers, in the model's own template; empty if it has none that
+// llama.cpp knows. What the words say does not matter, the marks between them do: attention reads them in every chat.
+std::string as_chats(const llama_model* model, const std::string& text) {
+    constexpr size_t kShortest = 80, kLongest = 1200, kTurns = 6;
+    const char* chat_template = llama_model_chat_template(model, nullptr);
+    if (!chat_template) { return {}; }
+    std::vector<std::string> paragraphs;
+    for (size_t at = 0; at < text.size();) {
+        const size_t end = std::min(text.find("\n\n", at), text.size());
+        if (end - at >= kShortest && end - at <= kLongest) { paragraphs.push_back(text.substr(at, end - at)); }
+        at = end + 2;
+    }
+    std::string chats;
+    for (size_t first = 0; first + kTurns <= paragraphs.size(); first += kTurns) {
+        std::vector<llama_chat_message> turns;
+        size_t room = 256;
+        for (size_t i = 0; i < kTurns; ++i) {
+            turns.push_back({i % 2 ? "assistant" : "user", paragraphs[first + i].c_str()});
+            room += 2 * paragraphs[first + i].size() + 64;
+        }
+        std::string chat(room, '\0');
+        const int n = llama_chat_apply_template(chat_template, turns.data(), turns.size(), false, chat.data(), int(room));
+        if (n < 0 || size_t(n) > room) { return {}; }
+        chats.append(chat, 0, size_t(n));
+    }
+    return chats;
+}
+
+TextWindows windows_of(const llama_model* model, const CalibrationOptions& o, bool& chat) {
     const auto* vocab = llama_model_get_vocab(model);
     std::vector<std::vector<llama_token>> texts;
+    std::string first;
     for (const auto& file : o.texts) {
-        texts.push_back(tokenize(model, read_beginning(file, o.tokens), false, false));
+        auto text = read_beginning(file, o.tokens);
+        texts.push_back(tokenize(model, text, false, false));
+        if (first.empty()) { first = std::move(text); }
     }
+    const std::string chats = o.chat ? as_chats(model, first) : std::string();
+    chat = !chats.empty();
+    if (chat) { texts.push_back(tokenize(model, chats, false, true)); }
     WindowRule rule = {.tokens = size_t(o.tokens), .window = o.window, .skip = o.skip, .begin = {}};
     if (llama_vocab_get_add_bos(vocab)) {
         rule.begin = llama_vocab_bos(vocab);
@@ -115,7 +149,8 @@ Artefact calibrate(const CalibrationOptions& o) {
     const auto output = o.output.empty() ? default_artefact(o.model) : o.output;
     const ModelPtr mapped = load_model(o.model, Load::mapped);
     const std::vector<int> coded = coded_layers(*mapped);
-    const auto [windows, folds] = windows_of(mapped.get(), o);
+    bool chat = false;
+    const auto [windows, folds] = windows_of(mapped.get(), o, chat);
 
     Provenance provenance;
     Fingerprint tokens;
@@ -132,6 +167,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     for (const auto& file : o.texts) {
         provenance.texts += (provenance.texts.empty() ? "" : ", ") + file.filename().string();
     }
+    if (chat) { provenance.texts += ", chats"; }
     provenance.method = fmt::format("{}; planes, metric {}", describe(o.method), describe_metric(o));
     provenance.model = identify(*mapped, o.model);
 

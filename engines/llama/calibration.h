@@ -13,6 +13,7 @@ namespace crumb::llama {
 struct CalibrationOptions {
     std::filesystem::path model;
     std::vector<std::filesystem::path> texts;
+    bool chat = true;  // one more text: paragraphs of the first as turns of a chat, if llama.cpp knows the model's template
     std::filesystem::path output;  // empty: default_artefact() of the model
     RotationMethod method;
     std::string metric = "gradient";  // what `planes` weighs errors with: none, local, gradient

@@ -131,7 +131,7 @@ CalibrationOptions options(const char* artefact) {
     o.texts = {kCache / "text" / "calibration" / "docs.txt", kCache / "text" / "calibration" / "code.txt"};
     o.output = std::filesystem::path(CRUMB_SCRATCH) / artefact;
     o.metric = "none";
-    o.tokens = 2200;
+    o.tokens = 2202;
     o.window = 1100;
     return o;
 }
@@ -142,8 +142,8 @@ TEST(Calibration, SameInputsGiveTheSameArtefact) {
     const Artefact two = calibrate(o);
     EXPECT_EQ(read_artefact(o.output), two);
     EXPECT_EQ(two.layers.size(), 30u);
-    EXPECT_EQ(two.provenance.texts, "docs.txt, code.txt");
-    EXPECT_EQ(two.provenance.tokens, 2200u - 2 * 64);
+    EXPECT_EQ(two.provenance.texts, "docs.txt, code.txt, chats");
+    EXPECT_EQ(two.provenance.tokens, 2202u - 3 * 64);
     EXPECT_EQ(two.provenance.model, identify(*load_model(o.model, Load::mapped), o.model));
     EXPECT_EQ(two.provenance.model.n_head_kv, 3);
     EXPECT_EQ(two.provenance.model.dim_k, 64);
@@ -167,6 +167,7 @@ TEST(Calibration, SameInputsGiveTheSameArtefact) {
 TEST(Calibration, RefusesTooLittleText) {
     quiet_log();
     CalibrationOptions o = options("refused.safetensors");
+    o.chat = false;
     o.tokens = 2100;
     EXPECT_THAT([&] { calibrate(o); },
                 testing::ThrowsMessage<Error>(testing::HasSubstr(
