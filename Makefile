@@ -21,7 +21,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 ctest = ctest --test-dir $(BUILD) --output-on-failure $(CTEST_FLAGS)
 
-.PHONY: help setup build test test-fast test-python wheel demo cuda clean
+.PHONY: help setup build test test-fast test-python test-vllm wheel demo cuda clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,6 +50,12 @@ test-python: setup build ## the Python package: build the wheel, install it, run
 	$(MAKE) wheel && "$$env/bin/python" -m pip -q --disable-pip-version-check install --no-deps --force-reinstall $(BUILD)/wheel/*.whl && \
 	"$$env/bin/python" -m pytest python/tests --crumb $(BUILD)/bin/crumb --model "$$model" --text "$$text/evaluation/prose.txt" \
 	    --work $(CRUMB_CACHE)/python/work
+
+test-vllm: setup build ## the vLLM plug-in under a real vLLM on the CPU (2.9 GB of Python packages beside those of test-python)
+	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh vllm) && \
+	$(MAKE) wheel && "$$env/bin/python" -m pip -q --disable-pip-version-check install --no-deps --force-reinstall $(BUILD)/wheel/*.whl && \
+	"$$env/bin/python" -m pytest python/tests/test_vllm.py --crumb $(BUILD)/bin/crumb --model "$$model" \
+	    --text "$$text/evaluation/prose.txt" --work $(CRUMB_CACHE)/python/work
 
 wheel: setup ## the Python package as a wheel in $(BUILD)/wheel
 	@env=$$(tools/python.sh) && rm -rf $(BUILD)/wheel && \

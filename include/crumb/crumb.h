@@ -56,6 +56,10 @@ crumb_status crumb_layers_create(const char* recipe, const char* artefact, const
                                  crumb_layer** layers /* [n_layers] */);
 void crumb_layer_destroy(crumb_layer* layer);
 
+/* A layer of its own that is KV heads first_head_kv .. first_head_kv + n_head_kv of `layer`, each with n_group query heads:
+ * what one of several machines holds of a layer that they share. Its format, and so its codes, are those of the whole. */
+crumb_status crumb_layer_slice(const crumb_layer* layer, int first_head_kv, int n_head_kv, int n_group, crumb_layer** slice);
+
 crumb_layer_shape crumb_shape(const crumb_layer* layer);
 size_t crumb_block_bytes(const crumb_layer* layer);
 size_t crumb_exact_block_bytes(const crumb_layer* layer);

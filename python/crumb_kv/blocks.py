@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 PAGE = 64
+TILE = 8  # rows of attention that read the same blocks together
 NONE = -1
 
 
@@ -117,6 +118,23 @@ class Work:
     rows: np.ndarray  # [tokens, 3] sequence, position, coded_end
     coded: np.ndarray  # [sequences, blocks] the tables as attention of this step sees them
     exact: np.ndarray
+
+
+def tiles(rows, tokens):
+    """crumb_row [tiles, rows of a tile, 6]: the rows of a sequence together, the last tile of each padded. rows [n, 3]: sequence,
+    position, coded_end; tokens [n]: where each stands in the batch."""
+    sequence, position, coded_end = rows.T
+    per_tile = 1 if len(np.unique(sequence)) == len(sequence) else TILE
+    full = np.stack([sequence, tokens, position, np.zeros_like(position), coded_end, position + 1], 1).astype(np.int32)
+    if per_tile == 1:
+        return full[:, None]
+    made = []
+    for s in np.unique(sequence):
+        of_sequence = full[sequence == s]
+        padding = np.zeros((-len(of_sequence) % per_tile, 6), np.int32)
+        padding[:, 0], padding[:, 1] = s, NONE
+        made.append(np.concatenate([of_sequence, padding]).reshape(-1, per_tile, 6))
+    return np.concatenate(made)
 
 
 def _int32(rows, width):

@@ -18,14 +18,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from . import models
-from .blocks import NONE, Rules, Sequences
+from .blocks import Rules, Sequences, tiles
 from .layer import make_layers
 
 # The cache and mask interfaces of transformers change between releases: these are the ones that the tests have run on.
 OLDEST, NEWEST = (5, 19), (5, 24)
 
 PIECE = 512  # tokens
-TILE = 8  # rows of attention that read the same blocks together
 
 if not OLDEST <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) <= NEWEST:
     raise ImportError(
@@ -71,7 +70,7 @@ class CrumbCache(Cache):
         self.recipe, self.artefact = recipe, artefact
         self.rules = Rules(sink, recent)
         self.config = model.config.get_text_config(decoder=True)
-        self._order = models.channel_order(model, shapes[0].dim_k)
+        self._order = models.channel_order(self.config, shapes[0].dim_k)
         self._counts = {}
         super().__init__(layers=[_Layer(self, i) for i in range(len(shapes))])
         self.reset()
@@ -306,7 +305,7 @@ class _Piece:
             blocks=tensor(work.blocks),
             slots=tensor(work.rows[:, 1]),
             jobs=tensor(work.jobs),
-            rows=tensor(_tiles(work.rows, tokens)),
+            rows=tensor(tiles(work.rows, tokens)),
             coded_ids=tensor(work.coded),
             exact_ids=tensor(work.exact),
         )
@@ -317,20 +316,6 @@ class _Piece:
             moved = {name: None if x is None else x.to(device) for name, x in vars(self._host).items()}
             self._devices[device] = _OnDevice(**moved)
         return self._devices[device]
-
-
-def _tiles(rows, tokens):
-    """crumb_row [tiles, rows of a tile, 6]: the rows of a sequence together, the last tile of each padded."""
-    sequence, position, coded_end = rows.T
-    per_tile = 1 if len(np.unique(sequence)) == len(sequence) else TILE
-    full = np.stack([sequence, tokens, position, np.zeros_like(position), coded_end, position + 1], 1).astype(np.int32)
-    tiles = []
-    for s in np.unique(sequence):
-        of_sequence = full[sequence == s]
-        padding = np.zeros((-len(of_sequence) % per_tile, 6), np.int32)
-        padding[:, 0], padding[:, 1] = s, NONE
-        tiles.append(np.concatenate([of_sequence, padding]).reshape(-1, per_tile, 6))
-    return np.concatenate(tiles)
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, **options):

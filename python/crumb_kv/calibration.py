@@ -140,7 +140,7 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
     implementation, required = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
     try:
         model.requires_grad_(False)
-        run = _Run(shapes, models.channel_order(model, shapes[0].dim_k))
+        run = _Run(shapes, models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k))
         AttentionInterface.register("crumb-calibrate", run.attention)
         AttentionMaskInterface.register("crumb-calibrate", mask)
         model.set_attn_implementation("crumb-calibrate")

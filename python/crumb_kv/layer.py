@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,13 @@ class Layer:
 
     def __deepcopy__(self, memo):  # it never changes
         return self
+
+    def slice(self, first_head_kv, n_head_kv, n_group):
+        """The Layer that is some of the KV heads, each with n_group query heads: what one of several machines holds. Its codes
+        are those of the whole layer."""
+        handle = ctypes.c_void_p()
+        library.require(c.crumb_layer_slice(self.handle, first_head_kv, n_head_kv, n_group, ctypes.byref(handle)))
+        return Layer(handle.value, replace(self.shape, n_head=n_head_kv * n_group, n_head_kv=n_head_kv))
 
     def tables(self, device):
         """What the kernels of a CUDA device read beside the blocks; None on the CPU."""

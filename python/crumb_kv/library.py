@@ -65,6 +65,7 @@ def _load():
         ("has_backend", status, [ctypes.c_int]),
         ("layers_create", status, [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Shape), status, ctypes.POINTER(handle)]),
         ("layer_destroy", None, [handle]),
+        ("layer_slice", status, [handle, status, status, status, ctypes.POINTER(handle)]),
         ("block_bytes", size, [handle]),
         ("exact_block_bytes", size, [handle]),
         ("bits_per_element", ctypes.c_double, [handle]),

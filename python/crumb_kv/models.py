@@ -59,22 +59,21 @@ def has_key_bias(model):
     return any(getattr(k, "bias", None) is not None for k in keys)
 
 
-def channel_order(model, dim):
-    """Where each channel of a head comes from, in GGUF's order; None: they stay where they are."""
-    config = model.config.get_text_config(decoder=True)
+def channel_order(config, dim):
+    """Where each channel of a head comes from, in GGUF's order; None: they stay where they are. config: of the text model."""
     _, interleaved = GGUF.get(config.model_type, (None, False))
     return torch.arange(dim).view(2, dim // 2).t().reshape(-1) if interleaved else None
 
 
-def _made_here(model):
+def _made_here(config):
     """What an artefact of calibrate() calls the architecture: heads lie as channel_order() says."""
-    return "transformers/" + model.config.get_text_config(decoder=True).model_type
+    return "transformers/" + config.model_type
 
 
-def weights_hash(model):
-    """Of the weights in BF16, so that it does not depend on the type in which they are loaded."""
+def weights_hash(weights):
+    """Of (name, tensor) pairs, in BF16, so that it does not depend on the type in which they are loaded."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in sorted(weights, key=lambda pair: pair[0]):
         digest.update(f"{name} {list(weight.shape)}".encode())
         digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy())
     return digest.hexdigest()[:32]
@@ -87,26 +86,40 @@ def _sizes(shapes):
 
 def identity(model, shapes):
     """What an artefact of calibrate() says of its model."""
+    config = model.config.get_text_config(decoder=True)
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    return {"name": name, "architecture": _made_here(model), "hash": weights_hash(model), **_sizes(shapes)}
+    return {"name": name, "architecture": _made_here(config), "hash": weights_hash(model.state_dict().items()), **_sizes(shapes)}
 
 
-def check_artefact(model, file, shapes):
-    """That the artefact was made for this model, or for a GGUF of a model of its kind. `file` has been read: it is a
-    well-formed artefact."""
+def artefact_made_for(file):
+    """What an artefact says of its model, and how it was made. `file` has been read: it is a well-formed artefact."""
     with open(file, "rb") as f:
-        made_for = json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
-    kind = model.config.get_text_config(decoder=True).model_type
-    if made_for["model.architecture"] == _made_here(model):
-        wanted = identity(model, shapes)
-        del wanted["name"]
+        return json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
+
+
+def why_not_this_artefact(file, config, shapes, weights):
+    """Why the artefact is not for this model, as text and remedy, or None. It may have been made for this model, or for a GGUF
+    of a model of its kind. config: of the text model. weights: what gives its (name, tensor) pairs, or None: not compared."""
+    made_for, kind = artefact_made_for(file), config.model_type
+    if made_for["model.architecture"] == _made_here(config):
+        wanted = {"architecture": _made_here(config), **_sizes(shapes)}
+        if weights is not None:
+            wanted["hash"] = weights_hash(weights())
     elif kind in GGUF:
         wanted = {"architecture": GGUF[kind][0], **_sizes(shapes)}
     else:
-        refuse(model, f"how GGUF lays out the heads of a '{kind}' model is not known here, so the artefact {file} cannot be used",
-               "Make one with crumb_kv.calibrate(model, ...)")
+        return (f"how GGUF lays out the heads of a '{kind}' model is not known here, so the artefact {file} cannot be used",
+                "Make one with crumb_kv.calibrate(model, ...)")
     differs = [f"{name} {made_for['model.' + name]}, not {value}" for name, value in wanted.items()
                if made_for["model." + name] != str(value)]
     if differs:
-        refuse(model, f"the artefact {file} was made for {made_for['model.name']} ({'; '.join(differs)})",
-               "Make one for this model with crumb_kv.calibrate(model, ...)")
+        return (f"the artefact {file} was made for {made_for['model.name']} ({'; '.join(differs)})",
+                "Make one for this model with crumb_kv.calibrate(model, ...)")
+    return None
+
+
+def check_artefact(model, file, shapes):
+    """That the artefact was made for this model, or for a GGUF of a model of its kind."""
+    config = model.config.get_text_config(decoder=True)
+    if why := why_not_this_artefact(file, config, shapes, lambda: model.state_dict().items()):
+        refuse(model, *why)

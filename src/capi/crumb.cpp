@@ -118,6 +118,21 @@ crumb_status crumb_layers_create(const char* name, const char* file, const crumb
 
 void crumb_layer_destroy(crumb_layer* layer) { delete layer; }
 
+crumb_status crumb_layer_slice(const crumb_layer* layer, int first, int n, int n_group, crumb_layer** slice) {
+    return guard([&] {
+        const crumb_layer& whole = need(layer, "layer");
+        need(slice, "slice") = nullptr;
+        if (first < 0 || n < 1 || first > whole.n_head_kv - n) {
+            fail("KV heads {} to {} of a layer of {}: a slice is some of its heads", first, first + n, whole.n_head_kv);
+        }
+        if (n_group < 1) fail("{} query heads a KV head: there must be one at least", n_group);
+        std::vector<HeadTables> tables(whole.tables.begin() + first, whole.tables.begin() + first + n);
+        AttentionMaps maps = attention_maps(tables);
+        *slice = new crumb_layer{whole.recipe, whole.format, std::move(tables), std::move(maps), whole.number, n * n_group, n,
+                                 whole.scale, whole.softcap};
+    });
+}
+
 crumb_layer_shape crumb_shape(const crumb_layer* layer) {
     return {layer->number,       layer->n_head, layer->n_head_kv, layer->format.k.dim,
             layer->format.v.dim, layer->scale,  layer->softcap};

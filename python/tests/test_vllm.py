@@ -1,0 +1,220 @@
+"""SmolLM2 in a real vLLM on the CPU, with and without crumb: `make test-vllm`.
+
+Float sums in another order round some K and V to the next BF16 number and some codes to their neighbours, in vLLM as in
+test_model.py; what is equal to the bit there is said to be so."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dequantised import dequantise
+
+pytest.importorskip("vllm", reason="needs vLLM: type make test-vllm")
+
+TOKENS = 2304  # of calibration
+RECIPE = "planes:2"  # gives the layers pages of three sizes
+SHORT = {"sink": 64, "recent": 64}  # windows short enough that codes are read
+MEMORY = 1 << 30
+QUESTIONS = ["What is the capital of France?", "List the days of the week.", "What is 2 plus 2?", "Write one sentence about rain.",
+             "What colour is the sky?", "Name three fruits.", "What is a lighthouse?", "Who writes books?"]
+
+
+@pytest.fixture(scope="module")
+def folder(option):
+    """The weights of the GGUF as vLLM and transformers read them, in FP32."""
+    work = pathlib.Path(option("--work"))
+    work.mkdir(parents=True, exist_ok=True)
+    gguf, made = work / "smollm2-f32.gguf", work / "smollm2"
+    if not gguf.exists():
+        dequantise(option("--model"), gguf.with_suffix(".part"))
+        gguf.with_suffix(".part").rename(gguf)
+    if not (made / "complete").exists():
+        model = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.bfloat16)
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(made)
+        AutoTokenizer.from_pretrained(work, gguf_file=gguf.name).save_pretrained(made)
+        (made / "complete").touch()
+    return made
+
+
+@pytest.fixture(scope="module")
+def artefact(option, folder):
+    file, gguf = folder.with_name("smollm2-f32.crumb.safetensors"), folder.with_name("smollm2-f32.gguf")
+    if not file.exists():
+        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--tokens", str(TOKENS)], check=True)
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def text(option, tokenizer):
+    return tokenizer(pathlib.Path(option("--text")).read_text()[:40000])["input_ids"]
+
+
+def arguments(**more):
+    return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 64,
+            "kv_cache_memory_bytes": MEMORY, **more}
+
+
+def run(folder, tmp_path, tasks, crumb=None, expect=0, **more):
+    job, result = tmp_path / "job.json", tmp_path / "result.json"
+    job.write_text(json.dumps({"model": str(folder), "crumb": crumb, "arguments": arguments(**more), "tasks": tasks}))
+    done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("vllm_engine.py"), job, result], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == expect, done.stdout[-4000:]
+    return json.loads(result.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def bf16(folder, tmp_path_factory, text):
+    return run(folder, tmp_path_factory.mktemp("bf16"), [{"score": text[:1000]}])
+
+
+@pytest.fixture(scope="module")
+def planes(folder, tmp_path_factory, artefact, text, chat):
+    """One engine for most tests: prompts that are cut into chunks of 256, beside others that decode."""
+    long = [text[:700] + chat(question) for question in QUESTIONS]
+    tasks = {
+        "score": {"score": text[:1000]},
+        "forget the text": "forget",
+        "solo": [{"generate": [prompt], "tokens": 16} for prompt in long],
+        "hit": {"generate": [long[0]], "tokens": 16},
+        "forget": "forget",
+        "again": {"generate": [long[0]], "tokens": 16},
+        "forget again": "forget",
+        "together": {"generate": 2 * long, "tokens": 16},
+    }
+    flat = [task for tasks_of in tasks.values() for task in (tasks_of if isinstance(tasks_of, list) else [tasks_of])]
+    got, log = run(folder, tmp_path_factory.mktemp("planes"), flat, {"recipe": RECIPE, "artefact": str(artefact), **SHORT})
+    results = iter(got["results"])
+    by_name = {name: [next(results) for _ in task] if isinstance(task, list) else next(results) for name, task in tasks.items()}
+    return {"long": long, "log": log, **by_name, **got["facts"]}
+
+
+@pytest.fixture(scope="module")
+def ours(folder, artefact):
+    from crumb_kv import CrumbCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, lambda: CrumbCache(model, RECIPE, artefact=artefact, **SHORT)
+
+
+def test_every_layer_is_crumbs_and_has_its_own_page_size(planes, ours):
+    assert planes["implementations"] == ["CrumbImpl"]
+    assert planes["page_bytes"] == [coder.block_bytes for coder in ours[1]().coders]  # nothing is padded
+    assert len(set(planes["page_bytes"])) == 3
+    assert planes["counts"] == [0, 0]
+
+
+def test_the_start_says_what_it_costs(planes):
+    assert f"crumb: KV cache in {RECIPE}, artefact " in planes["log"] and "bits an element in 30 layers" in planes["log"]
+    assert f"tokens in {planes['blocks']} blocks" in planes["log"]
+
+
+def test_log_probabilities_are_those_of_transformers(planes, bf16, ours, text):
+    model, cache = ours
+    ids = torch.tensor([text[:1000]])
+    with torch.no_grad():
+        log_p = model(ids, past_key_values=cache()).logits[0, :-1].log_softmax(-1)
+    expected = log_p.gather(1, ids[0, 1:, None])[:, 0]
+    got, exact = torch.tensor(planes["score"]), torch.tensor(bf16[0]["results"][0])
+    noise, cost = (got - expected).abs(), (exact - expected).abs()
+    print(f"\nmean log-probability {got.mean():.4f}, in transformers {expected.mean():.4f}, BF16 {exact.mean():.4f}; a token differs by "
+          f"{noise.median():.5f} (median), of the codes {cost.median():.5f}")
+    assert noise[:127].median() < 3e-3  # no codes are read yet
+    assert abs(got.mean() - expected.mean()) < 5e-3 and noise.median() < cost.median() / 3
+
+
+def test_answers_are_those_of_transformers(planes, ours):
+    model, cache = ours
+    for prompt, got in zip(planes["long"][:3], planes["solo"]):
+        out = model.generate(torch.tensor([prompt]), past_key_values=cache(), max_new_tokens=16, do_sample=False)
+        assert out[0, len(prompt) :].tolist() == got["tokens"][0]
+
+
+def test_a_prefix_that_is_found_changes_nothing(planes):
+    assert planes["solo"][0]["cached"] == [0] and planes["hit"]["cached"][0] >= 640
+    assert planes["hit"]["tokens"] == planes["again"]["tokens"] == planes["solo"][0]["tokens"]
+    assert planes["aged_early_tokens"] == 0
+
+
+def test_sixteen_at_once_answer_as_each_alone(planes):
+    assert planes["together"]["tokens"] == 2 * [solo["tokens"][0] for solo in planes["solo"]]
+
+
+def test_blocks_in_equal_memory(folder, tmp_path, artefact):
+    """As users run it: weights and vLLM's own cache in BF16."""
+    options = {"dtype": "bfloat16", "max_num_seqs": 4}
+    exact, _ = run(folder, tmp_path, [], **options)
+    got, _ = run(folder, tmp_path, [], {"recipe": RECIPE, "artefact": str(artefact), "spare_windows": 2}, **options)
+    assert exact["facts"]["page_bytes"] == 30 * [3 * 64 * 2 * 64 * 2]
+    assert got["facts"]["blocks"] >= 5 * exact["facts"]["blocks"]
+    used = got["facts"]["blocks"] * sum(got["facts"]["page_bytes"]) + got["facts"]["windows_bytes"]
+    assert 0.98 * MEMORY < used <= MEMORY
+
+
+def test_vllm_without_the_options_is_as_it_was(bf16):
+    assert bf16[0]["facts"]["implementations"] == ["CPUAttentionBackendImpl"] and "crumb:" not in bf16[1]
+
+
+REFUSED = [
+    (dict(crumb={"recipe": "planes"}), "crumb calibrate"),
+    (dict(crumb={"recipe": "kivi32"}), "no kernel reads such pages in place. Take one of: .*had2"),
+    (dict(crumb={"recipe": "had2", "windows": 3}), "there is no option 'windows'. Take one of: recipe, artefact, sink"),
+    (dict(crumb={"recipe": "had2", "recent": -1}), "option recent is -1"),
+    (dict(crumb={"artefact": "x"}), 'Type: --additional-config'),
+    (dict(crumb={"recipe": "had2"}, block_size=32), "blocks of 32 tokens. Type: --block-size 64"),
+    (dict(crumb={"recipe": "had2"}, kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+    (dict(crumb={"recipe": "had2"}, max_num_seqs=256), "more than half. Type: --max-num-seqs"),
+    (dict(crumb={"recipe": "had2"}, hf_overrides={"head_dim": 40}), "40"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(folder, tmp_path_factory):
+    """All in one process: an engine that is refused leaves nothing behind."""
+    file = tmp_path_factory.mktemp("refused") / "cases.json"
+    cases = [{"crumb": case["crumb"], "arguments": arguments(**{k: v for k, v in case.items() if k != "crumb"})} for case, _ in REFUSED]
+    file.write_text(json.dumps([{"model": str(folder), **case} for case in cases]))
+    code = ("import json, sys; sys.path.insert(0, sys.argv[2])\nfrom vllm_engine import Engine\n"
+            "for job in json.load(open(sys.argv[1])):\n"
+            "    try:\n        Engine(job)\n        print('REFUSED no')\n"
+            "    except Exception as e:\n        print('REFUSED', ' '.join(f'{e} {e.__cause__}'.split()))\n")
+    done = subprocess.run([sys.executable, "-c", code, file, pathlib.Path(__file__).parent], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
+    said = [line[8:] for line in done.stdout.splitlines() if line.startswith("REFUSED ")]
+    assert len(said) == len(REFUSED), done.stdout[-4000:]
+    return said
+
+
+@pytest.mark.parametrize("i", range(len(REFUSED)))
+def test_refused_with_the_remedy(refusals, i):
+    import re
+
+    assert re.search(REFUSED[i][1], refusals[i]), refusals[i]
+
+
+def test_versions():
+    from crumb_kv.vllm.options import Refused, check_version
+
+    for version in ("0.29.0", "0.32.0+cpu", "0.33.1"):
+        check_version(version)
+    for version in ("0.28.0", "0.34.0", "1.0.0"):
+        with pytest.raises(Refused, match=f"this is {version}. Type: pip install"):
+            check_version(version)
