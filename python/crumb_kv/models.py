@@ -47,6 +47,8 @@ def shapes_of(model):
     attention = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if sorted(attention) != list(range(config.num_hidden_layers)):
         refuse(model, f"{len(attention)} of its {config.num_hidden_layers} layers have an attention that says its scaling")
+    if any(hasattr(m, "sinks") for m in attention.values()):
+        refuse(model, "its attention has sinks, a logit more a head")
     n_head = config.num_attention_heads
     n_head_kv = getattr(config, "num_key_value_heads", None) or n_head
     dim = getattr(config, "head_dim", None) or config.hidden_size // n_head

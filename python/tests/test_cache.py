@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig,
-                          Qwen2Config, Qwen3Config, T5Config)
+from transformers import (AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig,
+                          MistralConfig, Qwen2Config, Qwen3Config, T5Config)
 
 from crumb_kv import CrumbCache
 
@@ -183,6 +183,16 @@ def test_assisted_generation_equals_plain(model):
     assert torch.equal(plain, assisted)
 
 
+def test_a_smaller_model_assists(model):
+    """Its own cache is transformers'; ours is cropped by what it got wrong."""
+    prompt, options = text(300), dict(max_new_tokens=40, do_sample=False)
+    cache, assisted = (CrumbCache(model, "had2", **SHORT) for _ in range(2))
+    plain = model.generate(prompt, past_key_values=cache, **options)
+    assistant = make_model(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
+    assert torch.equal(plain, model.generate(prompt, past_key_values=assisted, assistant_model=assistant, **options))
+    assert assisted.aged_early_tokens == 0
+
+
 def test_generate_goes_on_from_a_filled_cache(model):
     options, cache = dict(max_new_tokens=15, do_sample=False), CrumbCache(model, "had2", **SHORT)
     first = model.generate(text(150), past_key_values=cache, **options)
@@ -211,6 +221,8 @@ def test_it_says_what_it_is(model):
 
 @pytest.mark.parametrize("config, message", [
     (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}), "sliding_attention.*crumb chat"),
+    (GptOssConfig(**SIZES, num_local_experts=2), "sliding_attention.*crumb chat"),
+    (GptOssConfig(**SIZES, num_local_experts=2, layer_types=2 * ["full_attention"]), "its attention has sinks"),
     (MistralConfig(**SIZES, sliding_window=128), "window of 128 tokens.*sliding_window = None"),
     (LlamaConfig(**{**SIZES, "head_dim": 24}), "24"),
 ])

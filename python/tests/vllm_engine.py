@@ -1,7 +1,7 @@
 """Runs a vLLM engine in a process of its own: vllm_engine.py JOB.json RESULT.json
 
 A job has the model, the options of crumb (or none), further arguments of vllm.LLM, and tasks, which are done one after the other:
-    {"generate": [[token, ...], ...], "tokens": n}    greedy, all prompts at once -> {"tokens", "cached", "seconds"}
+    {"generate": [[token, ...], ...], "tokens": n}    greedy, all prompts at once -> {"tokens", "cached", "seconds", ...}
     {"score": [token, ...]}                           -> log-probability of each token but the first
     {"divergence": [token, ...], "file": FILE}        -> compares all log-probabilities with those in FILE, or writes it
     "forget"                                          prefixes
@@ -44,10 +44,10 @@ class Engine:
         if task == "forget":
             return self.llm.reset_prefix_cache()
         if "generate" in task:
-            begin = time.time()
+            begin, cpu = time.time(), time.process_time()
             outs = self._run(task["generate"], SamplingParams(temperature=0, max_tokens=task["tokens"], ignore_eos=task.get("ignore_eos", False)))
             return {"tokens": [list(out.outputs[0].token_ids) for out in outs], "cached": [out.num_cached_tokens for out in outs],
-                    "seconds": time.time() - begin}
+                    "seconds": time.time() - begin, "cpu_seconds": time.process_time() - cpu}
         if "score" in task:
             out, = self._run([task["score"]], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
             return [of[token].logprob for token, of in zip(out.prompt_token_ids, out.prompt_logprobs) if of]
