@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "../fuzz/state.h"
 #include "../fuzz/targets.h"
 #include "calibrate/whole_file.h"
 
@@ -55,6 +56,7 @@ void run(const fs::path& folder, void (*target)(std::span<const std::byte>)) {
 
 TEST(FuzzCorpus, Artefacts) { run(kProject / "fuzz" / "corpus" / "artefact", fuzz::artefact); }
 TEST(FuzzCorpus, Pickles) { run(kProject / "fuzz" / "corpus" / "rotation_file", fuzz::rotation_file); }
+TEST(FuzzCorpus, States) { run(kProject / "fuzz" / "corpus" / "state", fuzz::state); }
 TEST(FuzzCorpus, RotationFiles) { run(kProject / "tests" / "data", fuzz::rotation_file); }
 
 }  // namespace

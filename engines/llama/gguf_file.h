@@ -3,6 +3,7 @@
 
 #include <crumb/error.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <filesystem>
@@ -22,7 +23,7 @@ using GgufPtr = std::unique_ptr<gguf_context, FreeGguf>;
 
 class GgufFile {
   public:
-    // Throws Error if there is no such file, or it is not GGUF.
+    // Throws Error if there is no such file, it is not GGUF, or it ends before its tensors do.
     explicit GgufFile(const std::filesystem::path& file)
         : file_(file), stream_(std::fopen(file.c_str(), "rb"), std::fclose) {
         if (!stream_) {
@@ -31,6 +32,14 @@ class GgufFile {
         meta_.reset(gguf_init_from_file(file.c_str(), {.no_alloc = true, .ctx = nullptr}));
         if (!meta_) {
             fail("{} is not a GGUF file, or it is damaged (ggml's message is above)", file.string());
+        }
+        // Checked at once, so that nobody makes room for a tensor that is not there.
+        std::fseek(stream_.get(), 0, SEEK_END);
+        const long end = std::ftell(stream_.get());
+        const size_t data = gguf_get_data_offset(meta()), room = size_t(end) - std::min(size_t(end), data);
+        for (int64_t i = 0; i < n_tensors(); ++i) {
+            const size_t offset = gguf_get_tensor_offset(meta(), i), size = gguf_get_tensor_size(meta(), i);
+            if (offset > room || size > room - offset) { incomplete(i); }
         }
     }
 
@@ -52,14 +61,17 @@ class GgufFile {
         for (size_t at = 0; at < size; at += piece.size()) {
             piece.resize(std::min(piece.size(), size - at));
             if (std::fread(piece.data(), 1, piece.size(), stream_.get()) != piece.size()) {
-                fail("{} ends within tensor {}: it is not complete, copy or download it again", file_.string(),
-                     tensor_name(i));
+                incomplete(i);
             }
             f(std::span<const std::byte>(piece));
         }
     }
 
   private:
+    [[noreturn]] void incomplete(int64_t i) const {
+        fail("{} ends within tensor {}: it is not complete, copy or download it again", file_.string(), tensor_name(i));
+    }
+
     std::filesystem::path file_;
     std::unique_ptr<std::FILE, int (*)(std::FILE*)> stream_;
     GgufPtr meta_;

@@ -2,7 +2,6 @@
 #include <crumb/error.h>
 
 #include <algorithm>
-#include <ranges>
 #include <utility>
 
 #include "cache/state.h"
@@ -24,7 +23,8 @@ void for_each_outside(BlockRange range, BlockRange other, auto use) {
 void move(Pool& pool, std::vector<uint32_t>& ids, BlockRange from, BlockRange to) {
     std::vector<int32_t> released;
     for_each_outside(from, to, [&](int32_t b) { released.push_back(b); });
-    for (const int32_t b : std::views::reverse(released)) {
+    std::ranges::reverse(released);
+    for (const int32_t b : released) {
         pool.release(std::exchange(ids[b], kNoBlock));
     }
     for_each_outside(to, from, [&](int32_t b) {
