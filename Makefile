@@ -12,7 +12,7 @@ BUILD ?= build
 TYPE  ?= RelWithDebInfo
 JOBS  ?= $(shell nproc)
 MODEL ?= smollm2
-ARCH  ?= 90
+ARCH  ?= 90a
 FORMATS ?= .
 CMAKE_FLAGS ?=
 CTEST_FLAGS ?=
@@ -71,7 +71,7 @@ demo: setup build ## chat about a document with a compressed cache; MODEL=smollm
 	@tools/fetch.py text >/dev/null
 	@CRUMB_BUILD=$(BUILD) tools/demo.sh $(MODEL)
 
-cuda: ## compile the CUDA kernels (needs nvcc 13; ARCH=90, FORMATS=regex) and pack their tests for a machine with a GPU
+cuda: ## compile the CUDA kernels (needs nvcc 13; ARCH=90a, FORMATS=regex) and pack their tests for a machine with a GPU
 	@cmake -S . -B build-cuda -G Ninja -DCMAKE_BUILD_TYPE=$(TYPE) -DCRUMB_CUDA=ON -DCRUMB_LLAMA=OFF -DCRUMB_BENCH=ON \
 	    -DCMAKE_CUDA_ARCHITECTURES="$(ARCH)" -DCRUMB_CUDA_FORMATS="$(FORMATS)" $(CMAKE_FLAGS) --log-level=WARNING
 	@cmake --build build-cuda -j $(JOBS) --target cuda_device_test cuda_bench c_api_test

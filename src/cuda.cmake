@@ -2,7 +2,7 @@
 # those of the CPU: multiply-adds are fused where the source says so, and only there. The runtime is linked statically, so
 # that programs can be carried to a machine that has nothing but a driver.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90)
+    set(CMAKE_CUDA_ARCHITECTURES 90a)
 endif()
 if(CCACHE)
     set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
@@ -27,7 +27,7 @@ foreach(file ${instances})
 endforeach()
 file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/generated/cuda_instances.inc CONTENT "${list}")
 
-add_library(crumb_cuda STATIC ${instances} src/attention/cuda/registry.cu src/recipe/cuda/append.cu)
+add_library(crumb_cuda STATIC ${instances} src/attention/cuda/registry.cu src/attention/cuda/prefill.cu src/recipe/cuda/append.cu)
 target_include_directories(crumb_cuda PRIVATE src ${PROJECT_BINARY_DIR}/generated)
 target_compile_options(crumb_cuda PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -fmad=false -Xcompiler=-ffp-contract=off>)

@@ -75,6 +75,7 @@ class World {
     std::vector<HeadTables> tables;
     AttentionMaps maps;
     Random random{1};
+    bool bf16_products = false;  // queries, K, V and weights are rounded to BF16 before they meet, of exact tokens too
 
     // Pages of random codes.
     World(Shape shape, PageFormat format, bool means = false) : shape_(shape) {
@@ -192,6 +193,7 @@ class World {
     //                    differ from token to token, so they reach the output by the root of the sum of squared weights
     //   weights          half a 127th of a page's largest a token, times the largest centred value of a code
     //   BF16 map of the values
+    // With bf16_products: a BF16 query and key instead, and BF16 weights and values.
     Result reference(const std::vector<QueryRow>& rows, int sink) const {
         const AttentionPlan plan(rows, sink);
         const Views views = views_of(rows, sink);
@@ -399,14 +401,19 @@ class World {
             const size_t at = size_t(kv_head) * tokens + j;
             const Size& size = coded ? s.coded_sizes[at] : s.exact_sizes[at];
             const float* k = (coded ? s.coded_keys : s.exact_keys).data() + at * shape_.dim_k;
-            double logit = 0;
-            for (int c = 0; c < shape_.dim_k; c++) logit += double(x[c]) * k[c] * layer.scale;
+            double logit = 0, squares = 0;
+            for (int c = 0; c < shape_.dim_k; c++) {
+                const double term = double(x[c]) * k[c] * layer.scale;
+                logit += term, squares += term * term;
+            }
             if (layer.softcap > 0) logit = layer.softcap * std::tanh(logit / layer.softcap);
             logits.push_back(logit - slope * std::abs(row.position - j));
             const bool codes = coded && coded_layer;
             const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * unit * size.scale_k;
-            errors.push_back(codes ? std::hypot(digits, bf16_error * length * size.key) : 0);
-            steps.push_back(codes ? size.scale_v * size.unit_v : 0);
+            errors.push_back(bf16_products ? 2 * bf16_error * std::sqrt(squares)
+                             : codes       ? std::hypot(digits, bf16_error * length * size.key)
+                                           : 0);
+            steps.push_back(codes && !bf16_products ? size.scale_v * size.unit_v : 0);
             value = std::max(value, size.value), key = std::max(key, size.key);
             scale_v = std::max(scale_v, size.scale_v);
         }
@@ -420,6 +427,7 @@ class World {
         for (size_t i = 0; i < logits.size(); i++) {
             const double p = std::exp(logits[i] - top) / sum;
             logit_error += std::pow(p * errors[i], 2);
+            if (bf16_products) weight_error += 2 * std::pow(p * value * bf16_error, 2);
             if (const double scale = scale_of(row, kv_head, i); steps[i] > 0) {
                 most = std::max(most, p * scale);
                 step = std::max(step, steps[i] / scale);

@@ -54,7 +54,7 @@ class Image {
             }
             const EncodeTables encode_k = encode_tables(key), encode_v = encode_tables(value);
             write(at.heads, h, HeadArrays{put(transposed), put(key.ones), encode_k.mean, encode_k.mean_step, put(value.decode),
-                                       put(value.ones), encode_v.mean});
+                                       put(value.ones), encode_v.mean, put(unmap_table(key)), put(unmap_table(value))});
             write(at.constants, h, HeadConstants{std::log2(key.gain_reference), std::log2(value.gain_reference), encode_v.mean_step});
             write(at.k, h, encode_k);
             write(at.v, h, encode_v);

@@ -27,6 +27,11 @@ class Cases {
     }
 
     void expect_right(test::World& world, const std::vector<QueryRow>& rows, int sink, const std::string& what) {
+        if (step.prefill_bytes > 0) {
+            world.bf16_products = true;
+            world.expect_near(run(world, rows, sink), world.reference(rows, sink), what);
+            return;
+        }
         const StepShape shape = {.rows_per_tile = step.rows_per_tile, .n_head = world.layer.n_head, .n_head_kv = world.layer.n_head_kv};
         world.maps.query_bits = choose(kernels_, shape)->query_bits;
         test::World::Result want = world.reference(rows, sink);
@@ -64,13 +69,13 @@ class Cases {
                                           std::to_string(per_sequence) + " rows");
     }
 
-    void softcap_and_sinks() {
+    void softcap_and_sinks(int per_sequence = 1) {
         test::World world = make_world(4, 2);
         const std::vector<float> sinks = {0.5f, -3.0f, 8.0f, 40.0f};
         world.add_sequence(500);
-        world.make_queries(1, 3.0f);
-        step.rows_per_tile = 1;
-        const auto rows = rows_at_end({500}, 1, 100);
+        world.make_queries(per_sequence, 3.0f);
+        step.rows_per_tile = per_sequence;
+        const auto rows = rows_at_end({500}, per_sequence, 100);
         world.layer.softcap = 5.0f;
         expect_right(world, rows, 64, "softcap");
         world.layer.sinks = sinks.data();
@@ -93,6 +98,28 @@ class Cases {
         for (const auto& [sink, rows_per_tile] : {std::pair(0, 8), {20, 3}, {64, 1}, {128, 8}}) {
             step.rows_per_tile = rows_per_tile;
             expect_right(world, rows, sink, "bounds, sink " + std::to_string(sink));
+        }
+    }
+
+    // Chunks of a prompt by the position rule, from the first token or later, in one slice and in many.
+    void chunks(int n_head, int n_head_kv, const std::vector<std::pair<int, int>>& length_and_rows, float query, bool means) {
+        test::World world = make_world(n_head, n_head_kv, means);
+        std::vector<QueryRow> rows;
+        u32 sequence = 0;
+        for (const auto& [length, n] : length_and_rows) {
+            world.add_sequence(length);
+            for (QueryRow row : rows_at_end({length}, n, 100)) {
+                row.sequence = sequence, row.token = u32(rows.size());
+                rows.push_back(row);
+            }
+            step.rows_per_tile = std::max(step.rows_per_tile, n);
+            sequence++;
+        }
+        world.make_queries(int(rows.size()), query);
+        for (const size_t bytes : {size_t(1) << 30, size_t(1)}) {
+            step.prefill_bytes = bytes;
+            expect_right(world, rows, 64, std::to_string(n_head) + "/" + std::to_string(n_head_kv) + " heads, " +
+                                              std::to_string(rows.size()) + " rows in chunks" + (bytes == 1 ? ", many slices" : ""));
         }
     }
 

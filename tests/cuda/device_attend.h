@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/cuda/decode.h"
+#include "attention/cuda/prefill_step.h"
 #include "attention/cuda/step.h"
 
 namespace crumb::cuda {
@@ -22,6 +23,7 @@ struct Machine {
     virtual void download(void* host, const void* device, size_t bytes) = 0;  // waits for the device
     virtual void zero(void* device, size_t bytes) = 0;
     virtual PlanLaunch plan_launch() const = 0;
+    virtual PrefillLaunches prefill_launches() const = 0;
 
     template <class T>
     T* put(const std::vector<T>& values) {
@@ -48,7 +50,7 @@ inline DeviceLayer put_tables(Machine& machine, std::span<const HeadTables> tabl
             for (int d = 0; d < dim; d++) transposed[d * planes + p] = head.k.decode[p * dim + d];
         }
         heads.push_back({put(transposed), put(head.k.ones), put(head.k.mean), put(head.k.mean_step), put(head.v.decode),
-                         put(head.v.ones), put(head.v.mean)});
+                         put(head.v.ones), put(head.v.mean), machine.put(unmap_table(head.k)), machine.put(unmap_table(head.v))});
         constants.push_back({std::log2(head.k.gain_reference), std::log2(head.v.gain_reference), put(head.v.mean_step)});
     }
     return {machine.put(heads), machine.put(constants)};
@@ -86,21 +88,26 @@ struct DeviceStep {
     int blocks = 4;  // of the decode kernel
     int rows_per_tile = 1;
     int times = 1;   // how often it is run, in the same memory
+    size_t prefill_bytes = 0;  // PrefillShape::tile_bytes, or 0: decode
 };
 
-inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_format, const DeviceStep& how,
-                      const AttentionLayer& layer, const std::vector<QueryRow>& rows, int sink,
-                      std::span<const SequenceView> views, const AttentionIo& io, size_t n_tokens) {
-    StepShape shape = {.rows_per_tile = how.rows_per_tile, .n_head = layer.n_head, .n_head_kv = layer.n_head_kv, .blocks = how.blocks};
+// Rows of a sequence in tiles of rows_per_tile, the last one filled up.
+inline std::vector<QueryRow> in_tiles(const std::vector<QueryRow>& rows, int rows_per_tile) {
     std::vector<QueryRow> tiled;
     for (size_t i = 0; i < rows.size();) {
         const u32 sequence = rows[i].sequence;
         int n = 0;
-        for (; n < how.rows_per_tile && i < rows.size() && rows[i].sequence == sequence; n++, i++) tiled.push_back(rows[i]);
-        for (; n < how.rows_per_tile; n++) tiled.push_back({.sequence = sequence, .token = kNoToken});
-        shape.n_tiles++;
+        for (; n < rows_per_tile && i < rows.size() && rows[i].sequence == sequence; n++, i++) tiled.push_back(rows[i]);
+        for (; n < rows_per_tile; n++) tiled.push_back({.sequence = sequence, .token = kNoToken});
     }
-    const Kernels& kernels = *choose(kernels_of_format, shape);
+    return tiled;
+}
+
+inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_format, const DeviceStep& how,
+                      const AttentionLayer& layer, const std::vector<QueryRow>& rows, int sink,
+                      std::span<const SequenceView> views, const AttentionIo& io, size_t n_tokens) {
+    const std::vector<QueryRow> tiled = in_tiles(rows, how.rows_per_tile);
+    const int n_tiles = int(tiled.size()) / how.rows_per_tile;
 
     const DevicePool coded = put_blocks(machine, views, true), exact = put_blocks(machine, views, false);
     size_t ids_stride = 1;
@@ -129,11 +136,22 @@ inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_form
                             .q_head_stride = io.head_stride,
                             .out = out,
                             .out_stride = io.out_stride};
-    const Workspace w = workspace(kernels, shape);
-    std::byte* const memory = static_cast<std::byte*>(machine.allocate(w.bytes));
-    for (int i = 0; i < how.times; i++) {
-        plan(kernels, machine.plan_launch(), shape, tables, memory, nullptr);
-        attend(kernels, shape, tables, data, memory, nullptr);
+    if (how.prefill_bytes > 0) {
+        const PrefillShape shape = {n_tiles, how.rows_per_tile, layer.n_head, layer.n_head_kv, how.blocks, ids_stride,
+                                    layer.format.k.dim, how.prefill_bytes};
+        std::byte* const memory = static_cast<std::byte*>(machine.allocate(prefill_workspace(shape).bytes));
+        for (int i = 0; i < how.times; i++) {
+            plan_prefill(machine.prefill_launches(), shape, tables, memory, nullptr);
+            attend_prefill(kernels_of_format[0], machine.prefill_launches(), shape, tables, data, memory, nullptr);
+        }
+    } else {
+        const StepShape shape = {n_tiles, how.rows_per_tile, layer.n_head, layer.n_head_kv, how.blocks};
+        const Kernels& kernels = *choose(kernels_of_format, shape);
+        std::byte* const memory = static_cast<std::byte*>(machine.allocate(workspace(kernels, shape).bytes));
+        for (int i = 0; i < how.times; i++) {
+            plan(kernels, machine.plan_launch(), shape, tables, memory, nullptr);
+            attend(kernels, shape, tables, data, memory, nullptr);
+        }
     }
     machine.download(io.out, out, out_floats * sizeof(float));
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "attention/cuda/prefill.h"
 #include "cuda/device_attend.h"
 #include "cuda/emulator.h"
 
@@ -26,6 +27,22 @@ class EmulatedMachine : public Machine {
             const simt::Grid grid = {2, 64, plan_shared_bytes(args.n_tiles, 64, args.grid), emulated_seed++};
             simt::emulate(grid, [&](std::byte* shared) { make_plan(args, shared); });
         };
+    }
+    PrefillLaunches prefill_launches() const override {
+        return {.plan = [](const PrefillPlanArgs& args, Stream) {
+                    simt::emulate({args.n_chunks, 64, 0, emulated_seed++}, [&](std::byte*) { make_prefill_plan(args); });
+                },
+                .attend = [](const PrefillArgs& args, int dim, int blocks, Stream) {
+                    const auto run = [&]<int kDim, bool kSoftcap>() {
+                        using P = Prefill<kDim, kSoftcap>;
+                        simt::emulate({blocks, 32 * kPrefillWarps, P::kShared, emulated_seed++}, [&](std::byte* shared) { P::run(args, shared); });
+                    };
+                    if (args.softcap > 0) {
+                        dim == 64 ? run.template operator()<64, true>() : run.template operator()<128, true>();
+                    } else {
+                        dim == 64 ? run.template operator()<64, false>() : run.template operator()<128, false>();
+                    }
+                }};
     }
 
   private:
@@ -57,6 +74,11 @@ Kernels emulated_kernels() {
         };
         if (few) { run.template operator()<true>(); } else { run.template operator()<false>(); }
     };
+    if constexpr (F.k.dim <= 128) {
+        k.unpack = [](const UnpackArgs& args, int blocks, Stream) {
+            simt::emulate({blocks, kUnpackThreads, Unpack<F>::kShared, emulated_seed++}, [&](std::byte* shared) { Unpack<F>::run(args, shared); });
+        };
+    }
     return k;
 }
 

@@ -47,6 +47,7 @@ struct Fiber {
 
 struct Barrier {
     uint64_t begun = 0, done = 0;
+    uint32_t expected = 0, arrived = 0;  // of reach()
     void* to = nullptr;
     const void* from = nullptr;
     u32 bytes = 0;
@@ -284,6 +285,10 @@ float half_low(u32 pair) { return to_float(fp16{uint16_t(pair)}); }
 float half_high(u32 pair) { return to_float(fp16{uint16_t(pair >> 16)}); }
 u32 bf16_pair(float low, float high) { return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16; }
 
+u32 add_bf16(u32 a, u32 b) {
+    return bf16_pair(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1));
+}
+
 u32 to_half(float x) { return to_fp16(x).bits; }
 
 u32 load_once(const u32* p) { return *p; }
@@ -294,7 +299,7 @@ void copy_init(u64* barrier) {
 }
 void copy_ready() { sync_warp(); }
 
-void copy_begin(u64* barrier, void* to, const void* from, u32 bytes) {
+void copy_begin(u64* barrier, void* to, const void* from, u32 bytes, Reuse) {
     meet(my_warp(), "copy_begin", [&] {
         const auto at = machine->barriers.find(barrier);
         if (at == machine->barriers.end()) hang("a copy on a barrier without copy_init");
@@ -312,16 +317,36 @@ void copy_begin(u64* barrier, void* to, const void* from, u32 bytes) {
 void copy_wait(u64* barrier, u32 phase) {
     const auto at = machine->barriers.find(barrier);
     if (at == machine->barriers.end()) hang("a wait on a barrier without copy_init");
-    at->second.finish();
-    if ((at->second.done & 1) == phase) hang("a wait for a copy that was never begun");
+    Fiber& fiber = machine->fibers[machine->thread];
+    for (at->second.finish(); (at->second.done & 1) == phase; at->second.finish()) {
+        fiber.waits_for = &at->second.begun;
+        fiber.seen = at->second.begun;
+        yield();
+    }
+    fiber.waits_for = nullptr;
 }
 
+void reach_init(u64* barrier, u32 warps) {
+    meet(my_warp(), "reach_init", [&] { machine->barriers[barrier] = {.expected = warps}; });
+}
+
+void reach(u64* barrier) {
+    meet(my_warp(), "reach", [&] {
+        const auto at = machine->barriers.find(barrier);
+        if (at == machine->barriers.end() || at->second.expected == 0) hang("reach() without reach_init()");
+        if (++at->second.arrived == at->second.expected) at->second.arrived = 0, at->second.begun++, at->second.done++;
+    });
+}
+
+void reach_wait(u64* barrier, u32 phase) { copy_wait(barrier, phase); }
 
 u32 add_device(u32* counter, u32 x) {
     const u32 old = *counter;
     *counter += x;
     return old;
 }
+
+void or_shared(u32* word, u32 bits) { *word |= bits; }
 
 void wait_for_previous() {}
 void launch_next() {}

@@ -39,6 +39,7 @@ class GpuMachine : public Machine {
     }
     void zero(void* device, size_t bytes) override { require(cudaMemset(device, 0, bytes), "zero"); }
     PlanLaunch plan_launch() const override { return launch_plan; }
+    PrefillLaunches prefill_launches() const override { return cuda::prefill_launches(); }
 
   private:
     std::vector<void*> memory_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/cuda/decode.h"
+#include "attention/cuda/prefill_tiles.h"
 #include "attention/cuda/step.h"
 
 namespace crumb::cuda {
@@ -33,6 +34,12 @@ template <class P, int NT, bool kFew>
 __global__ void __launch_bounds__(kMapThreads, kFew ? 1 : 2) map_output_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
     Maps<P::kFormat, NT>::template output<kFew>(args, shared);
+}
+
+template <class P>
+__global__ void __launch_bounds__(kUnpackThreads) unpack_kernel(const __grid_constant__ UnpackArgs args) {
+    extern __shared__ __align__(128) std::byte shared[];
+    Unpack<P::kFormat>::run(args, shared);
 }
 
 // Errors of a launch stay where CUDA keeps them: callers ask cudaGetLastError() once a step.
@@ -68,6 +75,11 @@ Kernels device_kernels() {
         const auto kernel = few ? map_output_kernel<P, NT, true> : map_output_kernel<P, NT, false>;
         launch<MapArgs>(kernel, args, blocks, kMapThreads, few ? M::template kOutputShared<true> : M::template kOutputShared<false>, stream);
     };
+    if constexpr (P::kFormat.k.dim <= 128) {
+        k.unpack = [](const UnpackArgs& args, int blocks, Stream stream) {
+            launch<UnpackArgs>(unpack_kernel<P>, args, blocks, kUnpackThreads, Unpack<P::kFormat>::kShared, stream);
+        };
+    }
     return k;
 }
 

@@ -29,6 +29,8 @@ struct HeadArrays {
     const float* v_decode;     // [P_v][D_v]
     const float* v_ones;       // [D_v]
     const float* v_mean;       // [D_v]
+    const u32* k_unmap;        // [D_k][P_k] BF16: B transposed
+    const u32* v_unmap;        // [D_v][P_v] BF16
 };
 
 struct MapArgs {

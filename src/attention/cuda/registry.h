@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "attention/cuda/step.h"
+#include "attention/cuda/prefill_step.h"
 
 namespace crumb::cuda {
 
@@ -13,6 +13,8 @@ std::span<const std::vector<Kernels>> all_kernels();
 
 // Those of a format; empty if it has none.
 std::span<const Kernels> kernels_for(const PageFormat& format);
+
+const PrefillLaunches& prefill_launches();
 
 void launch_plan(const PlanArgs& args, Stream stream);
 

@@ -17,6 +17,7 @@ namespace crumb::cuda {
 
 struct DecodeArgs;
 struct HeadConstants;
+struct UnpackArgs;
 
 using Stream = void*;  // cudaStream_t
 
@@ -32,6 +33,7 @@ struct Kernels {
     void (*map_query)(const MapArgs& args, int blocks, bool few, Stream stream) = nullptr;
     void (*decode)(const DecodeArgs& args, int blocks, Stream stream) = nullptr;
     void (*map_output)(const MapArgs& args, int blocks, bool few, Stream stream) = nullptr;  // few: a block a column
+    void (*unpack)(const UnpackArgs& args, int blocks, Stream stream) = nullptr;  // of chunks: prefill_step.h
 };
 
 template <PageFormat F, int NT>

@@ -83,6 +83,7 @@ CRUMB_WORD float max_of(float a, float b);  // the other one if one is NaN
 CRUMB_WORD float half_low(u32 pair);
 CRUMB_WORD float half_high(u32 pair);
 CRUMB_WORD u32 bf16_pair(float low, float high);
+CRUMB_WORD u32 add_bf16(u32 a, u32 b);  // pairs
 CRUMB_WORD u32 to_half(float x);  // to_fp16() of half.h: nearest even, saturates at 65504
 
 // Global memory that is read once, past the caches' better uses.
@@ -90,14 +91,22 @@ CRUMB_WORD u32 load_once(const u32* p);
 CRUMB_WORD Words4 load_once(const Words4* p);
 
 // A copy of whole 16 bytes into shared memory, completing on `barrier`. All lanes call these with the same arguments.
-// wait: until the copies of this phase (0, 1, 0 ...) have come. It gives up and ends the kernel with an error after some
-// seconds, so that no fault can hang a device.
+// wait: until the copies of this phase (0, 1, 0 ...) have come; warps other than the one that copies may wait too. It gives
+// up and ends the kernel with an error after some seconds, so that no fault can hang a device.
+enum class Reuse { none, soon };  // whether other blocks will read the same bytes, from L2
 CRUMB_WORD void copy_init(u64* barrier);
 CRUMB_WORD void copy_ready();  // after all copy_init() of the warp
-CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes);
+CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes, Reuse reuse = Reuse::none);
 CRUMB_WORD void copy_wait(u64* barrier, u32 phase);
 
+// A barrier that `warps` warps reach, phase by phase, and that others wait for, with the bound of copy_wait(). All lanes of
+// a warp call these.
+CRUMB_WORD void reach_init(u64* barrier, u32 warps);
+CRUMB_WORD void reach(u64* barrier);
+CRUMB_WORD void reach_wait(u64* barrier, u32 phase);
+
 CRUMB_WORD u32 add_device(u32* counter, u32 x);  // returns the old value
+CRUMB_WORD void or_shared(u32* word, u32 bits);
 
 // Overlap with the neighbouring kernels of a stream where the launch allows it.
 CRUMB_WORD void wait_for_previous();

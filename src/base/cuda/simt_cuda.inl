@@ -78,6 +78,11 @@ CRUMB_WORD u32 bf16_pair(float low, float high) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
+CRUMB_WORD u32 add_bf16(u32 a, u32 b) {
+    const __nv_bfloat162 sum = __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const u32*>(&sum);
+}
+
 CRUMB_WORD u32 to_half(float x) {
     const float within = x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x;
     return __half_as_ushort(__float2half_rn(within));
@@ -103,11 +108,15 @@ CRUMB_WORD void copy_ready() {
     __syncwarp();
 }
 
-CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes) {
+CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes, Reuse reuse) {
     if (lane() == 0) {
         const u32 b = shared_address(barrier);
         u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        if (reuse == Reuse::none) {
+            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        } else {
+            asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+        }
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(b), "r"(bytes) : "memory");
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
@@ -125,7 +134,7 @@ CRUMB_WORD void copy_init(u64* barrier) {
 
 CRUMB_WORD void copy_ready() { __syncwarp(); }
 
-CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes) {
+CRUMB_WORD void copy_begin(u64* barrier, void* shared, const void* global, u32 bytes, Reuse) {
     for (u32 i = 16u * u32(lane()); i < bytes; i += 16u * kWarp) {
         asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(shared) + i),
                      "l"(static_cast<const char*>(global) + i)
@@ -157,7 +166,18 @@ CRUMB_WORD void copy_wait(u64* barrier, u32 phase) {
     __trap();
 }
 
+CRUMB_WORD void reach_init(u64* barrier, u32 warps) {
+    if (lane() == 0) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(shared_address(barrier)), "r"(warps)); }
+}
+
+CRUMB_WORD void reach(u64* barrier) {
+    if (lane() == 0) { asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s,[%0];\n}" ::"r"(shared_address(barrier)) : "memory"); }
+}
+
+CRUMB_WORD void reach_wait(u64* barrier, u32 phase) { copy_wait(barrier, phase); }
+
 CRUMB_WORD u32 add_device(u32* counter, u32 x) { return atomicAdd(counter, x); }
+CRUMB_WORD void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
 
 CRUMB_WORD void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
