@@ -86,7 +86,7 @@ std::vector<HeadTables> random_tables(const PageFormat& format, int n_head_kv) {
     return heads;
 }
 
-// Error of sequence 0's output, of its norm: against double precision where that takes no minutes, else the CPU's kernels.
+// Error of a row of sequence 0, of its norm: against double precision where that takes no minutes, else the CPU's kernels.
 double check(const PageFormat& format, const Shape& shape, std::span<const HeadTables> tables, const LayerData& data,
              const std::vector<u32>& coded_ids, const std::vector<u32>& exact_ids, const QueryRow& row, const std::vector<float>& q,
              GpuMachine& machine) {
@@ -114,8 +114,11 @@ double check(const PageFormat& format, const Shape& shape, std::span<const HeadT
     layer.scale = data.scale;
     const SequenceView view = {{coded.data(), data.coded_stride, dense}, {exact.data(), data.exact_stride, exact_dense}};
     std::vector<float> want(size_t(shape.n_head) * format.v.dim), got(want.size());
-    const AttentionIo io = {q.data(), size_t(shape.n_head) * format.k.dim, size_t(format.k.dim), want.data(), want.size()};
-    const AttentionPlan plan({row}, kSink);
+    const float* const own_q = q.data() + row.token * data.q_token_stride;
+    const AttentionIo io = {own_q, data.q_token_stride, size_t(format.k.dim), want.data(), want.size()};
+    QueryRow alone = row;
+    alone.sequence = alone.token = 0;
+    const AttentionPlan plan({alone}, kSink);
     if (row.end <= 8192) {
         attend_reference(layer, plan, {&view, 1}, io);
     } else {
@@ -128,7 +131,7 @@ double check(const PageFormat& format, const Shape& shape, std::span<const HeadT
         }
         for (std::thread& t : team) t.join();
     }
-    machine.download(got.data(), data.out, got.size() * sizeof(float));
+    machine.download(got.data(), data.out + row.token * data.out_stride, got.size() * sizeof(float));
     double error = 0, norm = 0;
     for (size_t i = 0; i < want.size(); i++) {
         error += std::pow(double(got[i]) - want[i], 2);
@@ -219,6 +222,80 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     std::fflush(stdout);
 }
 
+// A chunk of n rows behind `depth` tokens of one sequence, by the position rule: all rows exact in the ring, all before coded.
+void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv, int n, int depth) {
+    const PageFormat& format = kernels[0].format;
+    if (!kernels[0].unpack) return;
+    const PageFormat exact_format = bf16_format(format.k.dim, format.v.dim);
+    const size_t coded_stride = format.bytes() * n_head_kv, exact_stride = exact_format.bytes() * n_head_kv;
+    const int tokens = depth + n, n_blocks = (tokens + 63) / 64;
+    std::vector<QueryRow> rows;
+    for (int t = depth; t < tokens; t++) rows.push_back({0, u32(t - depth), t, 0, std::max(0, t + 1 - kRecent) / 64 * 64, t + 1});
+    std::vector<u32> coded_ids(static_cast<size_t>(n_blocks)), exact_ids(coded_ids.size(), kNoBlock);
+    std::mt19937 random(1);
+    std::iota(coded_ids.begin(), coded_ids.end(), 0);
+    std::shuffle(coded_ids.begin(), coded_ids.end(), random);
+    u32 windows = 0;
+    for (int b = 0; b < n_blocks; b++) {
+        if (b == 0 || b >= rows[0].coded_end / 64) exact_ids[size_t(b)] = windows++;
+    }
+    const int layers = 2;
+    GpuMachine machine;
+    const auto raw = [&](size_t bytes) { return static_cast<std::byte*>(machine.allocate(bytes)); };
+    std::byte* const coded = raw(size_t(n_blocks) * coded_stride * layers);
+    std::byte* const exact = raw(windows * exact_stride * layers);
+    fill_pages(coded, size_t(n_blocks) * layers * n_head_kv, format);
+    fill_exact(exact, windows * exact_stride * layers);
+    const std::vector<HeadTables> head_tables = random_tables(format, n_head_kv);
+    const DeviceLayer heads = put_tables(machine, head_tables);
+    std::normal_distribution<float> normal;
+    std::vector<float> q(size_t(n) * n_head * format.k.dim);
+    for (float& x : q) x = normal(random);
+    LayerData data = {.coded = coded, .coded_stride = coded_stride, .exact = exact, .exact_stride = exact_stride,
+                      .heads = heads.heads, .constants = heads.constants};
+    data.scale = 1 / std::sqrt(float(format.k.dim));
+    data.q = machine.put(q), data.q_token_stride = size_t(n_head) * format.k.dim, data.q_head_stride = format.k.dim;
+    data.out_stride = size_t(n_head) * format.v.dim;
+    data.out = reinterpret_cast<float*>(raw(size_t(n) * data.out_stride * sizeof(float)));
+    const PrefillShape shape = {1, n, n_head, n_head_kv, multiprocessors(), size_t(n_blocks), format.k.dim};
+    const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), size_t(n_blocks), kSink};
+    std::byte* const memory = raw(prefill_workspace(shape).bytes);
+    const PrefillLaunches& launches = prefill_launches();
+    plan_prefill(launches, shape, tables, memory, nullptr);
+    attend_prefill(kernels[0], launches, shape, tables, data, memory, nullptr);
+    double error = 0;
+    for (const int row : {0, n / 3, n - 1}) {
+        error = std::max(error, check(format, Shape(n_head, n_head_kv, 1, tokens), head_tables, data, coded_ids, exact_ids, rows[size_t(row)], q, machine));
+    }
+    const auto layer = [&](int i) {
+        LayerData l = data;
+        l.coded += size_t(i % layers) * size_t(n_blocks) * coded_stride;
+        l.exact += size_t(i % layers) * windows * exact_stride;
+        return l;
+    };
+    const double us = median_us(4, [&](cudaStream_t s, int i) { attend_prefill(kernels[0], launches, shape, tables, layer(i), memory, s); });
+    const double unpack_us = median_us(4, [&](cudaStream_t s, int i) {
+        for (int k = 0; k < shape.slices(); k++) unpack_slice(kernels[0], k, shape, tables, layer(i), memory, s);
+    });
+    const double plan_us = median_us(8, [&](cudaStream_t s, int) { plan_prefill(launches, shape, tables, memory, s); });
+    double pairs = 0;
+    for (const QueryRow& row : rows) pairs += row.end;
+    const double tflops = 4.0 * pairs * n_head * format.k.dim / us / 1e6;
+    std::printf("{\"bench\":\"prefill\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"heads\":\"%d/%d\",\"rows\":%d,"
+                "\"depth\":%d,\"us\":%.2f,\"unpack_us\":%.2f,\"plan_us\":%.2f,\"tflops\":%.1f,\"workspace\":%zu,\"error\":%.2e}\n",
+                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", n_head, n_head_kv, n,
+                depth, us, unpack_us, plan_us, tflops, prefill_workspace(shape).bytes, error);
+    std::fprintf(stderr, "prefill d%d k%d v%d info%d %3d/%d %5d rows at %6d %9.2f us, %.0f Tflop/s, unpacking %.2f in %d slices, plan %.2f  error %.1e\n",
+                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), n_head, n_head_kv, n, depth, us, tflops, unpack_us,
+                 shape.slices(), plan_us, error);
+    std::fflush(stdout);
+}
+
+// Rows and depths of chunks.
+void prefill_rows(const std::vector<Kernels>& kernels) {
+    for (const auto& [n, depth] : {std::pair(8192, 0), {2048, 32768}, {512, 32768}, {64, 32768}, {512, 0}}) prefill_row(kernels, 32, 8, n, depth);
+}
+
 // Encoding blocks of 64 tokens, 8 heads of 128, dense maps on both sides.
 void encode_row(const Recipe& recipe, const char* name, int n_blocks) {
     const int heads = 8, dim = 128;
@@ -301,6 +378,7 @@ int run(bool quick, const Shape* only) {
         for (const Shape& shape : only ? std::vector{*only} : shapes_of(kernels[0].format, quick)) decode_row(kernels, shape, roof);
     }
     if (only) return 0;
+    prefill_rows(all_kernels()[0]);
     for (const int tokens : {1, 8, 64}) store_row(tokens, false);
     store_row(32768, true);
     Recipe clipped = find_recipe("quarot:paper");  // oscar's stages, without its artefact
@@ -314,7 +392,7 @@ int run(bool quick, const Shape* only) {
 
 }  // namespace crumb::cuda
 
-// cuda_bench [--quick | --shape HEADS/KV_HEADS,REQUESTS,TOKENS]
+// cuda_bench [--quick | --prefill | --shape HEADS/KV_HEADS,REQUESTS,TOKENS | --chunk HEADS/KV_HEADS,ROWS,TOKENS_BEFORE]
 int main(int argc, char** argv) {
     using namespace crumb::cuda;
     if (argc == 3 && std::strcmp(argv[1], "--shape") == 0) {
@@ -323,6 +401,16 @@ int main(int argc, char** argv) {
         if (std::sscanf(argv[2], "%d/%d,%d,%d", &shape.n_head, &shape.n_head_kv, &batch, &context) != 4) return 2;
         shape.contexts.assign(size_t(batch), context);
         return run(false, &shape);
+    }
+    if (argc == 3 && std::strcmp(argv[1], "--chunk") == 0) {
+        int heads = 0, kv = 0, rows = 0, depth = 0;
+        if (std::sscanf(argv[2], "%d/%d,%d,%d", &heads, &kv, &rows, &depth) != 4) return 2;
+        for (const std::vector<Kernels>& kernels : all_kernels()) prefill_row(kernels, heads, kv, rows, depth);
+        return 0;
+    }
+    if (argc > 1 && std::strcmp(argv[1], "--prefill") == 0) {
+        for (const std::vector<Kernels>& kernels : all_kernels()) prefill_rows(kernels);
+        return 0;
     }
     return run(argc > 1 && std::strcmp(argv[1], "--quick") == 0, nullptr);
 }

@@ -140,8 +140,8 @@ int main(void) {
     EXPECT(crumb_copy(CRUMB_CPU, coded_bytes, moved, coded_bytes, to, coded, coded_bytes, from, kBlocks, NULL) == CRUMB_OK);
     EXPECT(memcmp(moved, (char*)coded + 2 * coded_bytes, coded_bytes) == 0);
 
-    step.rows_per_tile = 9;
-    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "9 rows"));
+    step.rows_per_tile = 0;
+    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "0 rows"));
     step.rows_per_tile = 1;
     step.rows = NULL;
     EXPECT(crumb_plan(layer, &step, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "rows"));

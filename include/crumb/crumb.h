@@ -88,7 +88,8 @@ typedef struct crumb_row {
     int32_t position, begin, coded_end, end;
 } crumb_row;
 
-/* A step for a backend: tiles of rows_per_tile (1 .. 8) rows of one sequence each. */
+/* A step for a backend: tiles of rows_per_tile rows of one sequence each. CUDA reads the pages once a tile of up to 8 rows; more
+ * rows are a chunk of a prompt, whose blocks become BF16 in the workspace first (heads of 64 and 128 channels, sm_90). */
 typedef struct crumb_step {
     crumb_backend backend;
     int n_tiles, rows_per_tile;

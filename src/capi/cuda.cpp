@@ -113,6 +113,25 @@ const Kernels& kernels_of_step(const crumb_layer& layer, const crumb_step& step)
     return *choose(kernels, shape_of(layer, step));
 }
 
+constexpr int kDecodeRows = 8;  // of a tile; more are a chunk
+
+PrefillShape chunks_of(const crumb_layer& layer, const crumb_step& step) {
+    PrefillShape shape = {step.n_tiles, step.rows_per_tile, layer.n_head, layer.n_head_kv, step.multiprocessors, step.ids_stride, layer.format.k.dim};
+    const size_t shared = prefill_shared_bytes(shape.dim);
+    if (shared == 0 || layer.format.k.dim != layer.format.v.dim) {
+        throw Unsupported(fmt::format("tiles of {} rows with heads of {} and {} channels: chunks have kernels for 64 and 128 channels, take tiles of up to {} rows",
+                                      step.rows_per_tile, layer.format.k.dim, layer.format.v.dim, kDecodeRows));
+    }
+    int device = 0, most = 0;
+    require(cudaGetDevice(&device), "device");
+    require(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "device");
+    if (size_t(most) < shared) {
+        throw Unsupported(fmt::format("tiles of {} rows take {} bytes of shared memory, this GPU has {}: take tiles of up to {} rows",
+                                      step.rows_per_tile, shared, most, kDecodeRows));
+    }
+    return shape;
+}
+
 std::byte* memory_of(const crumb_step& step, size_t bytes) {
     std::byte* memory = &need(static_cast<std::byte*>(step.workspace), "workspace");
     if (step.workspace_bytes < bytes) fail("the workspace has {} bytes, the step needs {}", step.workspace_bytes, bytes);
@@ -125,6 +144,11 @@ StepTables tables_of(const crumb_step& step) {
 
 void plan_step(const crumb_layer& layer, const crumb_step& step, void* stream) {
     const Kernels& kernels = kernels_of_step(layer, step);
+    if (step.rows_per_tile > kDecodeRows) {
+        const PrefillShape chunks = chunks_of(layer, step);
+        plan_prefill(prefill_launches(), chunks, tables_of(step), memory_of(step, prefill_workspace(chunks).bytes), stream);
+        return require(cudaGetLastError(), "plan");
+    }
     const StepShape shape = shape_of(layer, step);
     if (step.n_tiles > 32768) throw Unsupported(fmt::format("{} tiles in a step: the plan takes up to 32768", step.n_tiles));
     plan(kernels, launch_plan, shape, tables_of(step), memory_of(step, workspace(kernels, shape).bytes), stream);
@@ -150,6 +174,11 @@ void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_i
                             .q_head_stride = io.q_head_stride,
                             .out = io.out,
                             .out_stride = io.out_stride};
+    if (step.rows_per_tile > kDecodeRows) {
+        const PrefillShape chunks = chunks_of(layer, step);
+        attend_prefill(kernels, prefill_launches(), chunks, tables_of(step), data, memory_of(step, prefill_workspace(chunks).bytes), stream);
+        return require(cudaGetLastError(), "attention");
+    }
     attend(kernels, shape, tables_of(step), data, memory_of(step, workspace(kernels, shape).bytes), stream);
     require(cudaGetLastError(), "attention");
 }
@@ -213,7 +242,8 @@ const Backend* cuda_backend() {
             },
         .workspace_bytes =
             [](const crumb_layer& layer, const crumb_step& step, size_t& bytes) {
-                bytes = workspace(kernels_of_step(layer, step), shape_of(layer, step)).bytes;
+                bytes = step.rows_per_tile > kDecodeRows ? prefill_workspace(chunks_of(layer, step)).bytes
+                                                         : workspace(kernels_of_step(layer, step), shape_of(layer, step)).bytes;
             },
         .plan = plan_step,
         .attend = attend_step,

@@ -56,6 +56,30 @@ TEST_P(DeviceDecode, DataThatHurts) {
     cases.odd_pages();
 }
 
+// Chunks, if the format has the kernel.
+TEST_P(DeviceDecode, ShortChunks) {
+    if (!kernels()[0].unpack) GTEST_SKIP();
+    Cases cases(machine, kernels());
+    cases.step.prefill_bytes = 1 << 30;
+    cases.step.blocks = 3;
+    cases.chunks(4, 1, {{300, 40}}, 1.0f, true);
+    cases.chunks(2, 2, {{130, 130}, {330, 9}}, 3.0f, false);
+    cases.bounds();
+    cases.unseen();
+}
+
+TEST_P(DeviceDecode, ManyChunks) {
+    if (!kernels()[0].unpack) GTEST_SKIP();
+    Cases cases(machine, kernels());
+    cases.step.prefill_bytes = 1 << 30;
+    cases.step.blocks = multiprocessors();
+    for (const int group : {1, 3, 4, 8, 12, 16}) cases.chunks(2 * group, 2, {{900, 300}, {1500, 33}, {64, 64}}, 1.0f, true);
+    for (const float query : {0.0f, 0.1f, 6.0f, 60.0f}) cases.chunks(4, 2, {{1200, 130}}, query, false);
+    cases.softcap_and_sinks(20);
+    cases.odd_queries();
+    cases.odd_pages();
+}
+
 std::vector<size_t> indices() {
     std::vector<size_t> all(all_kernels().size());
     for (size_t i = 0; i < all.size(); i++) all[i] = i;

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Decode attention by other people's kernels, on the shapes of cuda_bench and timed in the same way: PyTorch's over a 16-bit
+"""Decode attention, and chunks of prompts, by other people's kernels, on the shapes of cuda_bench and timed in the same way: PyTorch's over a 16-bit
 cache, and OSCAR's own Triton kernel over 2-bit codes where its source is at hand.
 
 One query token a request, random data; a CUDA graph runs over disjoint copies of at least 300 MB, so that the L2 cache is
 cold; median of 15 replays. Every output is held against FP32. Prints one JSON line a kernel and shape; a kernel that PyTorch
 refuses for a shape says so.
 
-Usage: opponents.py [--quick] [--oscar FILE]
+Usage: opponents.py [--quick | --prefill] [--oscar FILE]
 FILE: sglang-research/python/sglang/srt/layers/attention/triton_ops/decode_attention.py of github.com/FutureMLS-Lab/OSCAR;
 it is run with the number of splits that is fastest here, its server's default among them.
 """
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 DIM = 128
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (16, 32768), (32, 32768), (32, 131072)]
+CHUNKS = [(8192, 0), (2048, 32768), (512, 32768), (64, 32768), (512, 0)]  # rows, tokens before them
 SPLITS = [8, 16, 32, 128]
 
 
@@ -80,6 +81,34 @@ def measure(name, heads, heads_kv, batch, context):
     wrong = error(launch(0)[0, :, 0], attention(q[0, :, 0], kv[0][0][0], kv[0][1][0]))
     us = median_us(launch, max(copies, 8))
     return {"us": round(us, 2), "tbs": round(size / us / 1e6, 3), "error": wrong}
+
+
+def measure_prefill(name, heads, heads_kv, rows, depth):
+    """A chunk of a prompt: `rows` queries that see `depth` tokens before them and their own up to themselves. With depth > 0 a
+    kernel may also look at all tokens, which is up to rows / 2 more a row ("mask": "none"); the faster way counts."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    tokens = depth + rows
+    make = lambda h, n: torch.randn(1, h, n, DIM, device="cuda", dtype=torch.bfloat16)
+    q, k, v = make(heads, rows), make(heads_kv, tokens), make(heads_kv, tokens)
+    masks = {"causal": {"is_causal": True}} if depth == 0 else {"causal": {"attn_mask": causal_lower_right(rows, tokens)}, "none": {}}
+    best = {}
+    for mask, options in masks.items():
+        def launch(_):
+            with sdpa_kernel(KERNELS[name]):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=heads != heads_kv, **options)
+
+        try:
+            out = launch(0)
+        except RuntimeError as why:
+            best = best or {"refused": str(why).splitlines()[0]}
+            continue
+        wrong = error(out[0, :, -1], attention(q[0, :, -1], k[0], v[0]))
+        us = median_us(launch, 4)
+        if "us" not in best or us < best["us"]:
+            pairs = rows * depth + rows * (rows + 1) / 2
+            best = {"us": round(us, 2), "tflops": round(4 * pairs * heads * DIM / us / 1e6, 1), "mask": mask, "error": wrong}
+    return best
 
 
 def load_oscar(path):
@@ -140,8 +169,19 @@ def measure_oscar(oscar, heads, heads_kv, batch, context):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--prefill", action="store_true", help="chunks of prompts only")
     parser.add_argument("--oscar")
     args = parser.parse_args()
+    for rows, depth in CHUNKS:
+        for name in KERNELS:
+            row = {"bench": "opponent-prefill", "kernel": name, "heads": "32/8", "rows": rows, "depth": depth}
+            try:
+                row |= measure_prefill(name, 32, 8, rows, depth)
+            except (RuntimeError, torch.OutOfMemoryError) as why:
+                row |= {"refused": str(why).splitlines()[0]}
+            print(json.dumps(row), flush=True)
+    if args.prefill:
+        return
     shapes = [SHAPES[2], SHAPES[5]] if args.quick else SHAPES
     runs = [(name, lambda *a, n=name: measure(n, *a)) for name in KERNELS]
     if args.oscar:

@@ -1,6 +1,7 @@
 // Attention of many rows over the tiles of prefill_tiles.h. A block takes 128 columns, rows times query heads of a KV head:
-// two warpgroups of 64, and a warp that copies pairs of tiles into a ring of shared memory for both. S = Q K^T of a
-// pair runs on the tensor cores together with O += P V of the one before, while the other warpgroup is at its softmax.
+// two warpgroups of 64. A third one feeds them: a warp copies pairs of tiles into a ring of shared memory, the others lay out
+// the queries of the next 128 columns. S = Q K^T of a pair runs on the tensor cores together with O += P V of the one
+// before, while the other warpgroup is at its softmax.
 //
 // Logits are in units of log2, relative to a whole power of two that is raised only when a logit exceeds it by 8: sums are
 // rarely rescaled, and exactly. Rows are masked where a pair holds tokens that not all rows see: edges depend on rows, tiles
@@ -15,7 +16,7 @@
 
 namespace crumb::cuda {
 
-inline constexpr int kPrefillWarps = 12, kRowWarps = 8;  // of a block; of the third warpgroup, the first warp copies
+inline constexpr int kPrefillWarps = 12, kRowWarps = 8, kQueryWarps = 3;  // of a block
 inline constexpr float kRaise = 8.0f;
 
 struct PrefillArgs {
@@ -44,10 +45,20 @@ class Prefill {
     static constexpr int kStages = kDim == 64 ? 4 : 3;
     static constexpr int kLogitTiles = kPairTokens / 8, kOutTiles = kDim / 8, kSteps = kDim / 16;
     static constexpr u32 kBytes = kKeyPairBytes<kDim>;
-    static constexpr u32 kBarriers = 2 * kStages * kBytes;
+    // Behind the ring: queries in BF16, [warp][step][lane][4] operands; of every column, what K's mean adds to its logits,
+    // and its row of the output.
+    static constexpr u32 kQueries = 2 * kStages * kBytes, kColumns = kQueries + kTileColumns * kDim * 2;
+    static constexpr u32 kEntries = kColumns + kTileColumns * 8;
+    static constexpr u32 kBarriers = kEntries + kStages * 8;  // of every stage, its first entry
+
+    struct Column {
+        float mean;
+        u32 token;  // kNoToken: there is none
+    };
+    enum { kQueriesThere = 4 * kStages, kQueriesTaken, kAllBarriers };
 
   public:
-    static constexpr u32 kShared = kBarriers + 4 * kStages * 8;
+    static constexpr u32 kShared = kBarriers + kAllBarriers * 8;
 
     CRUMB_DEVICE static void run(const PrefillArgs& a, std::byte* memory) {
         using namespace simt;
@@ -58,49 +69,57 @@ class Prefill {
                 copy_init(barriers + s);
                 reach_init(barriers + 2 * kStages + s, kRowWarps);
             }
+            reach_init(barriers + kQueriesThere, kQueryWarps);
+            reach_init(barriers + kQueriesTaken, kRowWarps);
             copy_ready();
         }
         sync_block();
         wait_for_previous();
         launch_next();
         if (warp() < kRowWarps) {
-            take_registers<240>();
-            Consumer(a, shared, barriers).run();
+            take_registers<232>();
+            Consumer(a, shared).run();
         } else {
-            give_registers<24>();
-            if (warp() == kRowWarps) { copy(a, shared, barriers); }
+            give_registers<40>();
+            if (warp() == kRowWarps) { copy(a, shared, barriers); } else { load_queries(a, shared, barriers); }
         }
     }
 
   private:
     struct Item {
         int tile, head, chunk;
+        CRUMB_DEVICE Item(const PrefillArgs& a, int i) {
+            tile = a.n_chunks * a.tiles_per_chunk - 1 - i / a.n_head_kv, head = i % a.n_head_kv;
+            chunk = tile / a.tiles_per_chunk;
+        }
     };
-    // The longest tiles come first; blocks take items in turns, forth and back.
-    CRUMB_DEVICE static bool next_item(const PrefillArgs& a, int turn, Item& item) {
+    // What the block does in a turn: the longest tiles come first, blocks take items forth and back. -1: nothing.
+    CRUMB_DEVICE static int item_of(const PrefillArgs& a, int turn) {
         using namespace simt;
-        const int i = turn * n_blocks() + (turn % 2 ? n_blocks() - 1 - block() : block()), n = a.n_chunks * a.tiles_per_chunk;
-        item.tile = n - 1 - i / a.n_head_kv, item.head = i % a.n_head_kv;
-        item.chunk = item.tile / a.tiles_per_chunk;
-        return i < n * a.n_head_kv;
+        const int i = turn * n_blocks() + (turn % 2 ? n_blocks() - 1 - block() : block());
+        return i < n_items(a) ? i : -1;
     }
+    CRUMB_DEVICE static int n_items(const PrefillArgs& a) { return a.n_chunks * a.tiles_per_chunk * a.n_head_kv; }
 
     CRUMB_DEVICE static void copy(const PrefillArgs& a, u8* shared, u64* barriers) {
         using namespace simt;
         u32 stage = 0, round = 0;
-        Item item;
 #pragma unroll 1
-        for (int turn = 0; turn * n_blocks() < a.n_chunks * a.tiles_per_chunk * a.n_head_kv; turn++) {
-            if (!next_item(a, turn, item)) { continue; }
+        for (int turn = 0; turn * n_blocks() < n_items(a); turn++) {
+            const int index = item_of(a, turn);
+            if (index < 0) { continue; }
+            const Item item(a, index);
             const PairList list(a.tiles[item.tile], a.from, a.from + a.slice_entries);
             const u8* const pairs = a.pairs + size_t(item.chunk * a.n_head_kv + item.head) * (a.slice_entries / 2) * kPairBytes<kDim>;
 #pragma unroll 1
             for (int i = 0; i < list.size(); i++) {
-                const u8* const pair = pairs + size_t(list.at(i) - a.from / 2) * kPairBytes<kDim>;
+                const int entry = 2 * list.at(i);
+                const u8* const pair = pairs + size_t(entry - a.from) / 2 * kPairBytes<kDim>;
 #pragma unroll
                 for (u32 side = 0; side < 2; side++) {
                     const u32 slot = side * kStages + stage;
                     if (round > 0) { reach_wait(barriers + 2 * kStages + slot, (round - 1) & 1); }
+                    if (side == 0 && lane() == 0) { reinterpret_cast<int*>(shared + kEntries)[stage] = entry; }
                     copy_begin(barriers + slot, shared + slot * kBytes, pair + side * kBytes, kBytes, Reuse::soon);
                 }
                 if (++stage == kStages) { stage = 0, round++; }
@@ -108,55 +127,120 @@ class Prefill {
         }
     }
 
+    // The row of a column of a tile, by its number in its chunk, or -1.
+    CRUMB_DEVICE static int row_of(const PrefillArgs& a, const Item& item, int column) {
+        const int row = item.tile % a.tiles_per_chunk * a.rows_per_tile + column / a.group;
+        return column < a.rows_per_tile * a.group && row < a.rows_per_chunk ? row : -1;
+    }
+
+    CRUMB_DEVICE static void load_queries(const PrefillArgs& a, u8* shared, u64* barriers) {
+        using namespace simt;
+        constexpr int kPairs = kDim / 64, kTogether = 4;  // pairs of channels of a lane; columns side by side
+        u32* const queries = reinterpret_cast<u32*>(shared + kQueries);
+        Column* const columns = reinterpret_cast<Column*>(shared + kColumns);
+        u32 round = 0;
+#pragma unroll 1
+        for (int turn = 0; turn * n_blocks() < n_items(a); turn++) {
+            const int index = item_of(a, turn);
+            if (index < 0) { continue; }
+            const Item item(a, index);
+            if (round > 0) { reach_wait(barriers + kQueriesTaken, (round - 1) & 1); }
+            round++;
+            const float* const mean = a.heads[item.head].k_mean;
+#pragma unroll 1
+            for (int first = (warp() - kRowWarps - 1) * kTogether; first < kTileColumns; first += kQueryWarps * kTogether) {
+                u32 tokens[kTogether];
+                Floats2 x[kTogether][kPairs];
+#pragma unroll
+                for (int i = 0; i < kTogether; i++) {
+                    const int row = row_of(a, item, first + i);
+                    tokens[i] = row < 0 ? kNoToken : a.rows[size_t(item.chunk) * a.rows_per_chunk + row].token;
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; i++) {
+                    const size_t head = size_t(item.head * a.group + (first + i) % a.group);
+                    const float* const from = a.q + tokens[i] * a.q_token_stride + head * a.q_head_stride;
+#pragma unroll
+                    for (int p = 0; p < kPairs; p++) {
+                        x[i][p] = {};
+                        if (tokens[i] != kNoToken) { x[i][p] = reinterpret_cast<const Floats2*>(from)[kPairs * lane() + p]; }
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; i++) {
+                    const int column = first + i, r = column % 8, h = column / 8 % 2;
+                    float dot = 0;
+#pragma unroll
+                    for (int p = 0; p < kPairs; p++) {
+                        const int pair = kPairs * lane() + p, q = pair % 4, k = pair / 8;  // of a row; 8 a step
+                        queries[((column / 16 * kSteps + k) * 32 + 4 * r + q) * 4 + 2 * (pair / 4 % 2) + h] = bf16_pair(x[i][p].x, x[i][p].y);
+                        if (mean) { dot = fma_exact(x[i][p].x, mean[2 * pair], fma_exact(x[i][p].y, mean[2 * pair + 1], dot)); }
+                    }
+                    if (mean) {
+#pragma unroll
+                        for (int o = 16; o > 0; o /= 2) { dot += shuffle_xor(dot, o); }
+                    }
+                    if (lane() == 0) { columns[column] = {dot * a.scale * kLog2e, tokens[i]}; }
+                }
+            }
+            sync_warp();
+            reach(barriers + kQueriesThere);
+        }
+    }
+
     class Consumer {
       public:
-        CRUMB_DEVICE Consumer(const PrefillArgs& args, u8* shared, u64* barriers) : a(args), shared_(shared), barriers_(barriers) {}
+        CRUMB_DEVICE Consumer(const PrefillArgs& args, u8* shared) : a(args), shared_(shared), ring_(tile_address(shared)) {}
 
         CRUMB_DEVICE void run() {
             using namespace simt;
-            Item item;
 #pragma unroll 1
-            for (int turn = 0; turn * n_blocks() < a.n_chunks * a.tiles_per_chunk * a.n_head_kv; turn++) {
-                if (next_item(a, turn, item)) { run(item); }
+            for (int turn = 0; turn * n_blocks() < n_items(a); turn++) {
+                index_ = item_of(a, turn);
+                if (index_ >= 0) { run_item(); }
             }
         }
 
       private:
-        CRUMB_DEVICE void run(const Item& item) {
+        CRUMB_DEVICE void run_item() {
             using namespace simt;
-            begin(item);
-            const PrefillTile& tile = a.tiles[item.tile];
-            const PairList list(tile, a.from, a.from + a.slice_entries);
-            const ChunkWork& work = a.chunks[item.chunk];
-            const int n = list.size();
+            begin();
+            const int n = look();
             Stage keys = stage_, values = stage_;
             float s[kLogitTiles][4];
             u32 p[kPairTokens / 16][4];
+            const int warpgroup = warp() / 4;
+            if (warpgroup == 1 && n > 1) { pass_turn(1); }
             if (n > 0) {
                 logits(s, keys);
                 products_wait<0>();
                 products_hold(s);
+                const int entry = entry_of(keys);
                 done(keys, 0);
                 float factor[2];
-                soften(s, tile, work, 2 * list.at(0), factor);
+                soften(s, entry, factor);
                 rescale(factor);
                 pack(s, p);
             }
 #pragma unroll 1
             for (int i = 1; i < n; i++) {
+                wait_turn(warpgroup);
                 logits(s, keys);
                 weigh(p, values);
+                pass_turn(warpgroup);
                 products_wait<1>();
                 products_hold(s);
+                const int entry = entry_of(keys);
                 done(keys, 0);
                 float factor[2];
-                const bool raised = soften(s, tile, work, 2 * list.at(i), factor);
+                const bool raised = soften(s, entry, factor);
                 products_wait<0>();
                 products_hold(o_);
                 done(values, 1);
                 if (raised) { rescale(factor); }
                 pack(s, p);
             }
+            if (warpgroup == 0 && n > 1) { wait_turn(0); }  // what the other one passed last
             if (n > 0) {
                 weigh(p, values);
                 products_wait<0>();
@@ -164,22 +248,36 @@ class Prefill {
                 done(values, 1);
             }
             stage_ = keys;
-            finish(item);
+            finish();
         }
 
         struct Stage {
             u32 slot = 0, phase = 0;
         };
 
+        CRUMB_DEVICE u64* barriers() const { return reinterpret_cast<u64*>(shared_ + kBarriers); }
+        CRUMB_DEVICE int entry_of(const Stage& stage) const { return reinterpret_cast<const int*>(shared_ + kEntries)[stage.slot]; }
+
+        // The number of the item's pairs, and which entries all of its rows see through codes.
+        CRUMB_DEVICE int look() {
+            const Item item(a, index_);
+            const PrefillTile& tile = a.tiles[item.tile];
+            const ChunkWork& work = a.chunks[item.chunk];
+            coded_from_ = work.n_sink, n_coded_ = work.n_coded;
+            clean_from_ = up(tile.coded_from, kPageTokens) - work.coded_first + coded_from_;
+            clean_to_ = tile.coded_to / kPageTokens - work.coded_first + coded_from_;
+            return PairList(tile, a.from, a.from + a.slice_entries).size();
+        }
+
         CRUMB_DEVICE void done(Stage& stage, u32 side) {
-            simt::reach(barriers_ + 2 * kStages + side * kStages + stage.slot);
+            simt::reach(barriers() + 2 * kStages + side * kStages + stage.slot);
             if (++stage.slot == kStages) { stage.slot = 0, stage.phase ^= 1; }
         }
 
         // S of a pair, as a group of products.
         CRUMB_DEVICE void logits(float (&s)[kLogitTiles][4], const Stage& stage) {
-            simt::copy_wait(barriers_ + stage.slot, stage.phase);
-            const u8* const keys = shared_ + stage.slot * kBytes;
+            simt::copy_wait(barriers() + stage.slot, stage.phase);
+            const TileAddress keys = ring_ + stage.slot * kBytes;
             products_begin();
 #pragma unroll
             for (int k = 0; k < kSteps; k++) {
@@ -190,8 +288,8 @@ class Prefill {
 
         // O += P V.
         CRUMB_DEVICE void weigh(const u32 (&p)[kPairTokens / 16][4], const Stage& stage) {
-            simt::copy_wait(barriers_ + kStages + stage.slot, stage.phase);
-            const u8* const values = shared_ + (kStages + stage.slot) * kBytes;
+            simt::copy_wait(barriers() + kStages + stage.slot, stage.phase);
+            const TileAddress values = ring_ + (kStages + stage.slot) * kBytes;
             products_begin();
 #pragma unroll
             for (int k = 0; k < kPairTokens / 16; k++) {
@@ -216,8 +314,48 @@ class Prefill {
             }
         }
 
+        // What rows do not see becomes minus infinity.
+        CRUMB_DEVICE void hide(float (&s)[kLogitTiles][4], int entry) const {
+            using namespace simt;
+            const Item item(a, index_);
+            const PrefillTile& tile = a.tiles[item.tile];
+            const ChunkWork& work = a.chunks[item.chunk];
+            const int q = lane() % 4;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const bool coded = work.coded(entry + e), there = entry + e < work.n_entries();
+                const int from = there ? kPageTokens * work.block_of(entry + e) : 0, to = from + kPageTokens;
+                const bool all = coded ? from >= tile.coded_from && to <= tile.coded_to
+                                       : to <= tile.end_of_all && ((from >= tile.begin && to <= a.sink) || from >= tile.window);
+                if (all && there) { continue; }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    int begin = 0, end = 0, hole = 0, hole_end = 0;  // what the row sees, but for a hole
+                    if (token_[h] != kNoToken && there) {
+                        const QueryRow row = a.rows[size_t(item.chunk) * a.rows_per_chunk + row_of(a, item, first_column() + 8 * h)];
+                        begin = row.begin, end = row.end;
+                        if (coded) {
+                            begin = most(begin, a.sink), end = least(end, row.coded_end);
+                        } else {
+                            hole = a.sink, hole_end = row.coded_end;
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < kLogitTiles / 2; j++) {
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const int token = from + 8 * j + 2 * q + i;
+                            const bool sees = token >= begin && token < end && !(token >= hole && token < hole_end);
+                            float& x = s[e * (kLogitTiles / 2) + j][2 * h + i];
+                            x = sees ? x : -float_of(0x7f800000u);
+                        }
+                    }
+                }
+            }
+        }
+
         // Logits become weights. Whether older sums must be multiplied by factor, in any row of the warp.
-        CRUMB_DEVICE bool soften(float (&s)[kLogitTiles][4], const PrefillTile& tile, const ChunkWork& work, int entry, float (&factor)[2]) {
+        CRUMB_DEVICE bool soften(float (&s)[kLogitTiles][4], int entry, float (&factor)[2]) {
             using namespace simt;
             float unit = a.scale * kLog2e;
             if constexpr (kSoftcap) {
@@ -225,50 +363,20 @@ class Prefill {
                 unit = 1;
 #pragma unroll
                 for (int j = 0; j < kLogitTiles; j++) {
-                    const bool coded = work.coded(entry + j / (kLogitTiles / 2));
+                    const bool coded = u32(entry + j / (kLogitTiles / 2) - coded_from_) < u32(n_coded_);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         s[j][i] = a.softcap * tanh_exact(fma_exact(s[j][i], inner, coded ? mean_[i / 2] / a.softcap : 0.0f));
                     }
                 }
             }
-            const int q = lane() % 4;
+            if (entry < clean_from_ || entry + 2 > clean_to_) { hide(s, entry); }
             float offset[2][2], tops[2][2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const bool coded = work.coded(entry + e);
-                const bool there = entry + e < work.n_entries();
-                const int from = there ? kPageTokens * work.block_of(entry + e) : 0, to = from + kPageTokens;
-                const bool all = coded ? from >= tile.coded_from && to <= tile.coded_to
-                                       : to <= tile.end_of_all && ((from >= tile.begin && to <= a.sink) || from >= tile.window);
-                if (!all || !there) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        int begin = 0, end = 0, hole = 0, hole_end = 0;  // what the row sees, but for a hole
-                        if (row_[h] && there) {
-                            const QueryRow row = *row_[h];
-                            begin = row.begin, end = row.end;
-                            if (coded) {
-                                begin = most(begin, a.sink), end = least(end, row.coded_end);
-                            } else {
-                                hole = a.sink, hole_end = row.coded_end;
-                            }
-                        }
-#pragma unroll
-                        for (int j = 0; j < kLogitTiles / 2; j++) {
-#pragma unroll
-                            for (int i = 0; i < 2; i++) {
-                                const int token = from + 8 * j + 2 * q + i;
-                                const bool sees = token >= begin && token < end && !(token >= hole && token < hole_end);
-                                float& x = s[e * (kLogitTiles / 2) + j][2 * h + i];
-                                x = sees ? x : -float_of(0x7f800000u);
-                            }
-                        }
-                    }
-                }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    offset[e][h] = coded && !kSoftcap ? mean_[h] : 0.0f;
+                    offset[e][h] = u32(entry + e - coded_from_) < u32(n_coded_) && !kSoftcap ? mean_[h] : 0.0f;
                     float top = s[e * (kLogitTiles / 2)][2 * h];
 #pragma unroll
                     for (int j = 0; j < kLogitTiles / 2; j++) {
@@ -310,75 +418,75 @@ class Prefill {
         }
 
         // Queries, and sums so far.
-        CRUMB_DEVICE void begin(const Item& item) {
+        CRUMB_DEVICE void begin() {
             using namespace simt;
-            const int r = lane() / 4, q = lane() % 4;
-            const float* const mean = a.heads[item.head].k_mean;
+            const Item item(a, index_);
+            const int q = lane() % 4;
+            reach_wait(barriers() + kQueriesThere, queries_phase_);
+            queries_phase_ ^= 1;
+            const Words4* const queries = reinterpret_cast<const Words4*>(shared_ + kQueries) + warp() * kSteps * kWarp + lane();
+#pragma unroll
+            for (int k = 0; k < kSteps; k++) {
+                const Words4 w = queries[k * kWarp];
+                q_[k][0] = w.x, q_[k][1] = w.y, q_[k][2] = w.z, q_[k][3] = w.w;
+            }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int column = 16 * warp() + r + 8 * h, row = item.tile % a.tiles_per_chunk * a.rows_per_tile + column / a.group;
-                const bool used = column < a.rows_per_tile * a.group && row < a.rows_per_chunk;
-                row_[h] = used ? a.rows + size_t(item.chunk) * a.rows_per_chunk + row : nullptr;
-                if (used && row_[h]->token == kNoToken) { row_[h] = nullptr; }
-                head_[h] = item.head * a.group + column % a.group;
-                const float* const from = row_[h] ? a.q + row_[h]->token * a.q_token_stride + size_t(head_[h]) * a.q_head_stride : nullptr;
-                float dot = 0;
-#pragma unroll
-                for (int k = 0; k < kSteps; k++) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int channel = 16 * k + 8 * i + 2 * q;
-                        Floats2 x = {};
-                        if (from) { x = *reinterpret_cast<const Floats2*>(from + channel); }
-                        q_[k][2 * i + h] = bf16_pair(x.x, x.y);
-                        if (mean) { dot = fma_exact(x.x, mean[channel], fma_exact(x.y, mean[channel + 1], dot)); }
-                    }
-                }
-                dot += shuffle_xor(dot, 1);
-                dot += shuffle_xor(dot, 2);
-                mean_[h] = dot * a.scale * kLog2e;
+                const Column column = reinterpret_cast<const Column*>(shared_ + kColumns)[first_column() + 8 * h];
+                mean_[h] = column.mean, token_[h] = column.token;
                 top_[h] = kUnset, sum_[h] = 0;
-                const bool resumed = !a.first_slice && row_[h];
+            }
+            sync_warp();
+            reach(barriers() + kQueriesTaken);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const bool resumed = !a.first_slice && token_[h] != kNoToken;
                 if (resumed) {
-                    const Floats2 state = *reinterpret_cast<const Floats2*>(state_of(h));
+                    const Floats2 state = *reinterpret_cast<const Floats2*>(state_of(item, h));
                     top_[h] = state.x, sum_[h] = q == 0 ? state.y : 0.0f;
                 }
-                const float* const o = resumed ? out_of(h) : nullptr;
+                const float* const o = out_of(item, h);
 #pragma unroll
                 for (int j = 0; j < kOutTiles; j++) {
                     Floats2 x = {};
-                    if (o) { x = *reinterpret_cast<const Floats2*>(o + 8 * j + 2 * q); }
+                    if (resumed) { x = *reinterpret_cast<const Floats2*>(o + 8 * j + 2 * q); }
                     o_[j][2 * h] = x.x, o_[j][2 * h + 1] = x.y;
                 }
             }
         }
 
-        CRUMB_DEVICE float* out_of(int h) const { return a.out + row_[h]->token * a.out_stride + size_t(head_[h]) * kDim; }
-        CRUMB_DEVICE float* state_of(int h) const {
-            return a.state + 2 * (size_t(row_[h] - a.rows) * size_t(a.n_head_kv * a.group) + size_t(head_[h]));
+        CRUMB_DEVICE static int first_column() { return 16 * simt::warp() + simt::lane() / 4; }
+        CRUMB_DEVICE int head_of(const Item& item, int h) const { return item.head * a.group + (first_column() + 8 * h) % a.group; }
+        CRUMB_DEVICE float* out_of(const Item& item, int h) const {
+            return a.out + token_[h] * a.out_stride + size_t(head_of(item, h)) * kDim;
+        }
+        CRUMB_DEVICE float* state_of(const Item& item, int h) const {
+            const size_t row = size_t(item.chunk) * a.rows_per_chunk + row_of(a, item, first_column() + 8 * h);
+            return a.state + 2 * (row * size_t(a.n_head_kv * a.group) + size_t(head_of(item, h)));
         }
 
-        CRUMB_DEVICE void finish(const Item&) {
+        CRUMB_DEVICE void finish() {
             using namespace simt;
+            const Item item(a, index_);
             const int q = lane() % 4;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float sum = sum_[h];
                 sum += shuffle_xor(sum, 1);
                 sum += shuffle_xor(sum, 2);
-                if (!row_[h]) { continue; }
+                if (token_[h] == kNoToken) { continue; }
                 float factor = 1;
                 if (!a.last_slice) {
-                    if (q == 0) { *reinterpret_cast<Floats2*>(state_of(h)) = {top_[h], sum}; }
+                    if (q == 0) { *reinterpret_cast<Floats2*>(state_of(item, h)) = {top_[h], sum}; }
                 } else {
                     if (a.sinks) {
-                        const float sink = a.sinks[head_[h]] * kLog2e, top = max_of(top_[h], sink);
+                        const float sink = a.sinks[head_of(item, h)] * kLog2e, top = max_of(top_[h], sink);
                         factor = exp2_fast(top_[h] - top);
                         sum = fma_exact(sum, factor, exp2_fast(sink - top));
                     }
                     factor = sum == 0 ? 0.0f : factor / sum;
                 }
-                float* const o = out_of(h);
+                float* const o = out_of(item, h);
 #pragma unroll
                 for (int j = 0; j < kOutTiles; j++) {
                     *reinterpret_cast<Floats2*>(o + 8 * j + 2 * q) = {o_[j][2 * h] * factor, o_[j][2 * h + 1] * factor};
@@ -388,13 +496,15 @@ class Prefill {
 
         const PrefillArgs& a;
         u8* shared_;
-        u64* barriers_;
+        TileAddress ring_;
         Stage stage_;
         u32 q_[kSteps][4];
         float o_[kOutTiles][4];
         float top_[2], sum_[2], mean_[2];
-        const QueryRow* row_[2];
-        int head_[2];
+        u32 token_[2];
+        int index_;  // of the item
+        u32 queries_phase_ = 0;
+        int coded_from_, n_coded_, clean_from_, clean_to_;  // entries: of codes, of codes that all rows see
     };
 };
 

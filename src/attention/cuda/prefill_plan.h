@@ -1,7 +1,7 @@
 // What a chunk of many query rows reads. A chunk is rows of one sequence; 128 columns of it (rows times query heads of a KV
 // head) are a tile. What a chunk reads becomes tiles of BF16 numbers first (prefill_tiles.h), one an entry: a block read
 // through its codes, or a block read exactly; a block that some rows read one way and some the other is two entries.
-// Entries are numbered: blocks of codes in order, then exact blocks with sinks, then exact blocks of the window.
+// Entries are numbered: exact blocks with sinks, blocks of codes, other exact blocks, each in order.
 // Two neighbours are a pair, which is what the kernel takes in one go. A slice is kSliceEntries entries of every chunk: as
 // many as there is memory for, whatever the context.
 #pragma once
@@ -17,25 +17,24 @@ inline constexpr int kTileColumns = 128;
 // Numbers of blocks and of entries: [first, first + n).
 struct ChunkWork {
     u32 sequence;
+    int sink_first, n_sink;
     int coded_first, n_coded;
-    int sink_first, n_sink;      // exact blocks
     int window_first, n_window;
 
-    CRUMB_BOTH int n_entries() const { return n_coded + n_sink + n_window; }
-    CRUMB_BOTH bool coded(int entry) const { return entry < n_coded; }
+    CRUMB_BOTH int n_entries() const { return n_sink + n_coded + n_window; }
+    CRUMB_BOTH bool coded(int entry) const { return u32(entry - n_sink) < u32(n_coded); }
     CRUMB_BOTH int block_of(int entry) const {
-        const int exact = entry - n_coded;
-        return exact < 0 ? coded_first + entry : exact < n_sink ? sink_first + exact : window_first + exact - n_sink;
-    }
-    CRUMB_BOTH int entry_of_exact(int block) const {
-        return n_coded + (block < sink_first + n_sink ? block - sink_first : n_sink + block - window_first);
+        const int coded = entry - n_sink, window = coded - n_coded;
+        return coded < 0 ? sink_first + entry : window < 0 ? coded_first + coded : window_first + window;
     }
 };
 
+enum { kSinks, kCodes, kWindow, kPieces };
+
 // Entries of a tile, in three pieces, and the tokens that all of its rows see.
 struct PrefillTile {
-    int first[3], end[3];
-    int coded_from, coded_to;  // read through codes by all rows
+    int first[kPieces], end[kPieces];
+    int coded_from, coded_to;       // read through codes by all rows
     int begin, end_of_all, window;  // exactly: begin <= j < sink or window <= j, j < end_of_all
 };
 
@@ -49,10 +48,11 @@ struct PrefillPlanArgs {
     CRUMB_BOTH int tiles_per_chunk() const { return up(rows_per_chunk, rows_per_tile); }
 };
 
-// `first` and `end` are blocks as yet: codes, sinks, window.
+// `first` and `end` are blocks as yet. Exact tokens behind the sinks, but in the same block, count as sinks.
 CRUMB_BOTH PrefillTile prefill_tile(const QueryRow* rows, int n, int sink) {
     constexpr int kFar = 0x7fffffff;
     PrefillTile t = {{kFar, kFar, kFar}, {0, 0, 0}, sink, kFar, 0, kFar, 0};
+    const int sinks_end = up(sink, kPageTokens) * kPageTokens;
     const auto take = [&](int piece, int from, int to) {
         if (from >= to) { return; }
         t.first[piece] = least(t.first[piece], from / kPageTokens);
@@ -61,9 +61,11 @@ CRUMB_BOTH PrefillTile prefill_tile(const QueryRow* rows, int n, int sink) {
     for (int i = 0; i < n; i++) {
         const QueryRow& row = rows[i];
         if (row.token == kNoToken) { continue; }
-        take(0, most(row.begin, sink), least(row.coded_end, row.end));
-        take(1, row.begin, least(row.end, sink));
-        take(2, most(most(row.begin, sink), row.coded_end), row.end);
+        const int from = most(row.begin, sink), window = most(from, row.coded_end);
+        take(kSinks, row.begin, least(row.end, sink));
+        take(kSinks, window, least(row.end, sinks_end));
+        take(kCodes, from, least(row.coded_end, row.end));
+        take(kWindow, most(window, sinks_end), row.end);
         t.coded_from = most(t.coded_from, row.begin);
         t.coded_to = least(t.coded_to, least(row.coded_end, row.end));
         t.begin = most(t.begin, row.begin);
@@ -93,40 +95,38 @@ CRUMB_DEVICE void make_prefill_plan(const PrefillPlanArgs& a) {
     }
     sync_block();
     if (warp() == 0) {
-        int first[3] = {0x7fffffff, 0x7fffffff, 0x7fffffff}, end[3] = {};
+        int first[kPieces] = {0x7fffffff, 0x7fffffff, 0x7fffffff}, n[kPieces] = {};
         for (int t = lane(); t < n_tiles; t += kWarp) {
-            for (int i = 0; i < 3; i++) { first[i] = least(first[i], tiles[t].first[i]), end[i] = most(end[i], tiles[t].end[i]); }
+            for (int i = 0; i < kPieces; i++) { first[i] = least(first[i], tiles[t].first[i]), n[i] = most(n[i], tiles[t].end[i]); }
         }
-        for (int i = 0; i < 3; i++) { first[i] = reduce_least(first[i]), end[i] = reduce_most(end[i]); }
+        for (int i = 0; i < kPieces; i++) {
+            first[i] = reduce_least(first[i]), n[i] = reduce_most(n[i]);
+            n[i] = first[i] < n[i] ? n[i] - first[i] : 0;
+        }
         if (lane() == 0) {
-            ChunkWork work = {rows[0].sequence, 0, 0, 0, 0, 0, 0};
-            if (first[0] < end[0]) { work.coded_first = first[0], work.n_coded = end[0] - first[0]; }
-            if (first[1] < end[1]) { work.sink_first = first[1], work.n_sink = end[1] - first[1]; }
-            const int window = most(first[2], work.sink_first + work.n_sink);
-            if (window < end[2]) { work.window_first = window, work.n_window = end[2] - window; }
-            a.chunks[block()] = work;
+            a.chunks[block()] = {rows[0].sequence, first[kSinks], n[kSinks], first[kCodes], n[kCodes], first[kWindow], n[kWindow]};
         }
     }
     sync_block();
     const ChunkWork work = a.chunks[block()];
+    const int shift[kPieces] = {-work.sink_first, work.n_sink - work.coded_first, work.n_sink + work.n_coded - work.window_first};
     for (int t = thread(); t < n_tiles; t += n_threads()) {
         PrefillTile& tile = tiles[t];
-        for (int i = 0; i < 3; i++) {
-            const int first = tile.first[i], end = tile.end[i];
-            const bool any = first < end;
-            tile.first[i] = !any ? 0 : i == 0 ? first - work.coded_first : work.entry_of_exact(first);
-            tile.end[i] = !any ? 0 : i == 0 ? end - work.coded_first : work.entry_of_exact(end - 1) + 1;
+        for (int i = 0; i < kPieces; i++) {
+            const bool any = tile.first[i] < tile.end[i];
+            tile.first[i] = any ? tile.first[i] + shift[i] : 0;
+            tile.end[i] = any ? tile.end[i] + shift[i] : 0;
         }
     }
 }
 
 // Pairs of a tile within entries [from, to) of a slice, `from` even; numbered from 0.
 struct PairList {
-    int first[3], n[3];
+    int first[kPieces], n[kPieces];
 
     CRUMB_BOTH PairList(const PrefillTile& tile, int from, int to) {
         int next = 0;  // pieces may share a pair
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < kPieces; i++) {
             const int a = most(tile.first[i], from), b = least(tile.end[i], to);
             first[i] = most(a / 2, next);
             n[i] = a < b ? most(0, up(b, 2) - first[i]) : 0;

@@ -14,6 +14,10 @@ size_t pair_bytes(int dim) { return size_t(4) * kTileColumns * size_t(dim); }
 
 }  // namespace
 
+size_t prefill_shared_bytes(int dim) {
+    return dim == 64 ? Prefill<64, false>::kShared : dim == 128 ? Prefill<128, false>::kShared : 0;
+}
+
 int PrefillShape::slice_entries() const {
     const size_t most_entries = 2 * std::max<size_t>(ids_stride, 1);
     const size_t fitting = tile_bytes / (pair_bytes(dim) * size_t(n_head_kv) * size_t(std::max(n_chunks, 1))) * 2;
@@ -61,52 +65,65 @@ void plan_prefill(const PrefillLaunches& launches, const PrefillShape& shape, co
                   stream);
 }
 
+void unpack_slice(const Kernels& kernels, int i, const PrefillShape& shape, const StepTables& tables, const LayerData& layer,
+                  std::byte* memory, Stream stream) {
+    const PrefillWorkspace w = prefill_workspace(shape);
+    const int entries = shape.slice_entries(), groups = shape.n_chunks * shape.n_head_kv;
+    const int parts = std::clamp(kUnpackBlocks * shape.blocks / groups, 1, entries);
+    kernels.unpack({.coded = reinterpret_cast<const u8*>(layer.coded),
+                    .coded_stride = layer.coded_stride,
+                    .exact = reinterpret_cast<const u8*>(layer.exact),
+                    .exact_stride = layer.exact_stride,
+                    .coded_ids = tables.coded_ids,
+                    .exact_ids = tables.exact_ids,
+                    .ids_stride = tables.ids_stride,
+                    .chunks = reinterpret_cast<const ChunkWork*>(memory + w.chunks),
+                    .n_head_kv = shape.n_head_kv,
+                    .parts = parts,
+                    .from = i * entries,
+                    .slice_entries = entries,
+                    .heads = layer.heads,
+                    .constants = layer.constants,
+                    .tiles = reinterpret_cast<u8*>(memory + w.pairs)},
+                   groups * parts, stream);
+}
+
+void attend_slice(const PrefillLaunches& launches, int i, const PrefillShape& shape, const StepTables& tables, const LayerData& layer,
+                  std::byte* memory, Stream stream) {
+    const PrefillWorkspace w = prefill_workspace(shape);
+    launches.attend({.rows = tables.rows,
+                     .n_chunks = shape.n_chunks,
+                     .rows_per_chunk = shape.rows_per_chunk,
+                     .rows_per_tile = shape.rows_per_tile(),
+                     .tiles_per_chunk = shape.tiles_per_chunk(),
+                     .n_head_kv = shape.n_head_kv,
+                     .group = shape.group(),
+                     .sink = tables.sink,
+                     .chunks = reinterpret_cast<const ChunkWork*>(memory + w.chunks),
+                     .tiles = reinterpret_cast<const PrefillTile*>(memory + w.tiles),
+                     .from = i * shape.slice_entries(),
+                     .slice_entries = shape.slice_entries(),
+                     .first_slice = i == 0,
+                     .last_slice = i == shape.slices() - 1,
+                     .pairs = reinterpret_cast<const u8*>(memory + w.pairs),
+                     .scale = layer.scale,
+                     .softcap = layer.softcap * kLog2e,
+                     .q = layer.q,
+                     .q_token_stride = layer.q_token_stride,
+                     .q_head_stride = layer.q_head_stride,
+                     .heads = layer.heads,
+                     .sinks = layer.sinks,
+                     .out = layer.out,
+                     .out_stride = layer.out_stride,
+                     .state = reinterpret_cast<float*>(memory + w.state)},
+                    shape.dim, shape.blocks, stream);
+}
+
 void attend_prefill(const Kernels& kernels, const PrefillLaunches& launches, const PrefillShape& shape, const StepTables& tables,
                     const LayerData& layer, std::byte* memory, Stream stream) {
-    const PrefillWorkspace w = prefill_workspace(shape);
-    const int slices = shape.slices(), entries = shape.slice_entries();
-    for (int s = 0; s < slices; s++) {
-        kernels.unpack({.coded = reinterpret_cast<const u8*>(layer.coded),
-                        .coded_stride = layer.coded_stride,
-                        .exact = reinterpret_cast<const u8*>(layer.exact),
-                        .exact_stride = layer.exact_stride,
-                        .coded_ids = tables.coded_ids,
-                        .exact_ids = tables.exact_ids,
-                        .ids_stride = tables.ids_stride,
-                        .chunks = reinterpret_cast<const ChunkWork*>(memory + w.chunks),
-                        .n_head_kv = shape.n_head_kv,
-                        .from = s * entries,
-                        .slice_entries = entries,
-                        .heads = layer.heads,
-                        .constants = layer.constants,
-                        .tiles = reinterpret_cast<u8*>(memory + w.pairs)},
-                       shape.n_chunks * shape.n_head_kv * up(entries, kUnpackEntries), stream);
-        launches.attend({.rows = tables.rows,
-                         .n_chunks = shape.n_chunks,
-                         .rows_per_chunk = shape.rows_per_chunk,
-                         .rows_per_tile = shape.rows_per_tile(),
-                         .tiles_per_chunk = shape.tiles_per_chunk(),
-                         .n_head_kv = shape.n_head_kv,
-                         .group = shape.group(),
-                         .sink = tables.sink,
-                         .chunks = reinterpret_cast<const ChunkWork*>(memory + w.chunks),
-                         .tiles = reinterpret_cast<const PrefillTile*>(memory + w.tiles),
-                         .from = s * entries,
-                         .slice_entries = entries,
-                         .first_slice = s == 0,
-                         .last_slice = s == slices - 1,
-                         .pairs = reinterpret_cast<const u8*>(memory + w.pairs),
-                         .scale = layer.scale,
-                         .softcap = layer.softcap * kLog2e,
-                         .q = layer.q,
-                         .q_token_stride = layer.q_token_stride,
-                         .q_head_stride = layer.q_head_stride,
-                         .heads = layer.heads,
-                         .sinks = layer.sinks,
-                         .out = layer.out,
-                         .out_stride = layer.out_stride,
-                         .state = reinterpret_cast<float*>(memory + w.state)},
-                        shape.dim, shape.blocks, stream);
+    for (int i = 0; i < shape.slices(); i++) {
+        unpack_slice(kernels, i, shape, tables, layer, memory, stream);
+        attend_slice(launches, i, shape, tables, layer, memory, stream);
     }
 }
 

@@ -38,7 +38,8 @@ struct PrefillShape {
     int slices() const;
 };
 
-inline constexpr int kPrefillDims[] = {64, 128};
+// That a block takes, or 0: there is no kernel.
+size_t prefill_shared_bytes(int dim);
 
 struct PrefillWorkspace {
     size_t chunks = 0, tiles = 0, state = 0, pairs = 0;
@@ -53,5 +54,11 @@ std::vector<u32> unmap_table(const SideTables& side);
 void plan_prefill(const PrefillLaunches& launches, const PrefillShape& shape, const StepTables& tables, std::byte* memory, Stream stream);
 void attend_prefill(const Kernels& kernels, const PrefillLaunches& launches, const PrefillShape& shape, const StepTables& tables,
                     const LayerData& layer, std::byte* memory, Stream stream);
+
+// What attend_prefill() launches for slice i, one by one: benchmarks time them apart.
+void unpack_slice(const Kernels& kernels, int i, const PrefillShape& shape, const StepTables& tables, const LayerData& layer,
+                  std::byte* memory, Stream stream);
+void attend_slice(const PrefillLaunches& launches, int i, const PrefillShape& shape, const StepTables& tables, const LayerData& layer,
+                  std::byte* memory, Stream stream);
 
 }  // namespace crumb::cuda

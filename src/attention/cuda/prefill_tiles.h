@@ -14,7 +14,7 @@
 
 namespace crumb::cuda {
 
-inline constexpr int kUnpackThreads = 256, kUnpackEntries = 8;  // entries a block
+inline constexpr int kUnpackThreads = 256, kUnpackBlocks = 3;  // of a multiprocessor
 
 struct UnpackArgs {
     const u8* coded;
@@ -25,7 +25,7 @@ struct UnpackArgs {
     const u32* exact_ids;
     size_t ids_stride;
     const ChunkWork* chunks;
-    int n_head_kv;
+    int n_head_kv, parts;  // blocks a chunk and head
     int from, slice_entries;  // entries [from, from + slice_entries) of every chunk
     const HeadArrays* heads;
     const HeadConstants* constants;
@@ -55,38 +55,40 @@ class Unpack {
     CRUMB_DEVICE static void run(const UnpackArgs& a, std::byte* memory) {
         using namespace simt;
         u8* const shared = reinterpret_cast<u8*>(memory);
-        const int parts = up(a.slice_entries, kUnpackEntries);
-        const int part = block() % parts, head = block() / parts % a.n_head_kv, chunk = block() / parts / a.n_head_kv;
+        const int part = block() % a.parts, head = block() / a.parts % a.n_head_kv, chunk = block() / a.parts / a.n_head_kv;
         const HeadArrays& tables = a.heads[head];
         wait_for_previous();
         launch_next();
         const ChunkWork work = a.chunks[chunk];
-        const int from = part * kUnpackEntries;
-        if (a.from + from >= (work.n_entries() + 1) / 2 * 2) { return; }
-        if (a.from + from < work.n_coded) { load_maps(tables, a.constants[head], shared); }
-        for (int i = 0; i < kUnpackEntries; i++) {
-            const int slot = from + i, entry = a.from + slot;
-            u8* const pair = a.tiles + (size_t(chunk * a.n_head_kv + head) * (a.slice_entries / 2) + slot / 2) * kPairBytes<kDim>;
-            if (slot >= a.slice_entries) { break; }
-            if (entry >= work.n_entries()) {
-                if (entry % 2 == 1 && entry == work.n_entries()) { clear(pair, slot % 2); }
-                break;
-            }
-            const int b = work.block_of(entry);
-            const size_t id_at = work.sequence * a.ids_stride + size_t(b);
+        const int end = least(work.n_entries(), a.from + a.slice_entries);
+        u8* const pairs = a.tiles + size_t(chunk * a.n_head_kv + head) * (a.slice_entries / 2) * kPairBytes<kDim>;
+        const auto pair_of = [&](int entry) { return pairs + (entry - a.from) / 2 * kPairBytes<kDim>; };
+        int entry = a.from + part;
+        if (entry < end && entry < work.n_sink + work.n_coded) { load_maps(tables, a.constants[head], shared); }
+        const auto id_of = [&](int e) {
+            const u32* const ids = work.coded(e) ? a.coded_ids : a.exact_ids;
+            return e < end ? ids[work.sequence * a.ids_stride + u32(work.block_of(e))] : 0u;
+        };
+        u32 id = id_of(entry);
+#pragma unroll 1
+        for (; entry < end; entry += a.parts) {
+            const u32 next = id_of(entry + a.parts);
+            u8* const pair = pair_of(entry);
             if (work.coded(entry)) {
-                const u8* const page = a.coded + a.coded_ids[id_at] * a.coded_stride + size_t(head) * kAt.bytes;
-                const int job = warp() % 8;  // 0, 1 and 4, 5: halves of K's and V's tokens, half of the channels each
+                const u8* const page = a.coded + id * a.coded_stride + size_t(head) * kAt.bytes;
+                const int job = warp() % 8;  // halves of K's or V's tokens and channels
                 if (job < 4) {
-                    keys(page, shared, job % 2, job / 2, a.constants[head], pair, slot % 2);
+                    keys(page, shared, job % 2, job / 2, a.constants[head], pair, entry % 2);
                 } else {
-                    values(page, shared, job % 2, job / 2 % 2, a.constants[head], pair, slot % 2);
+                    values(page, shared, job % 2, job / 2 % 2, a.constants[head], pair, entry % 2);
                 }
             } else {
-                const u8* const record = a.exact + a.exact_ids[id_at] * a.exact_stride + size_t(head) * kDim * kPageTokens * 4;
-                turn(record, pair, slot % 2, reinterpret_cast<u32*>(shared + kShared - 16));
+                const u8* const record = a.exact + id * a.exact_stride + size_t(head) * kDim * kPageTokens * 4;
+                turn(record, pair, entry % 2, reinterpret_cast<u32*>(shared + kShared - 16));
             }
+            id = next;
         }
+        if (entry == end && end % 2 == 1 && end == work.n_entries()) { clear(pair_of(end), 1); }
     }
 
   private:
@@ -126,6 +128,12 @@ class Unpack {
         const int r = lane() / 4, q = lane() % 4;
         float scale[4], zero[4] = {};
         load_scales<F.k.info>(page + kAt.key_info, half, r, constants.k_reference_log2, scale, zero);
+        Words4 codes[full_groups(kPlanesK) + has_tail(kPlanesK)];
+#pragma unroll
+        for (int g = 0; g < full_groups(kPlanesK); g++) { codes[g] = *reinterpret_cast<const Words4*>(page + key_load(kPlanesK, half, g, r, q)); }
+        if constexpr (has_tail(kPlanesK)) {
+            codes[full_groups(kPlanesK)] = *reinterpret_cast<const Words4*>(page + key_tail_load(kPlanesK, half, r, q));
+        }
 #pragma unroll 1
         for (int c0 = part * (kDim / 2); c0 < (part + 1) * (kDim / 2); c0 += 32) {
             float sum[2][4][4] = {};
@@ -150,7 +158,7 @@ class Unpack {
             u32 a[2][4];
 #pragma unroll
             for (int g = 0; g < full_groups(kPlanesK); g++) {
-                const Words4 c = *reinterpret_cast<const Words4*>(page + key_load(kPlanesK, half, g, r, q));
+                const Words4 c = codes[g];
                 const u32 w[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
                 for (int f = 0; f < 4; f++) {
@@ -159,7 +167,7 @@ class Unpack {
                 }
             }
             if constexpr (has_tail(kPlanesK)) {
-                const Words4 c = *reinterpret_cast<const Words4*>(page + key_tail_load(kPlanesK, half, r, q));
+                const Words4 c = codes[full_groups(kPlanesK)];
                 const Pair x[4] = {key_tail_fields(c.x, q), key_tail_fields(c.y, q), key_tail_fields(c.z, q), key_tail_fields(c.w, q)};
                 const u32 low[4] = {x[0].first, x[1].first, x[2].first, x[3].first};
                 const u32 high[4] = {x[0].second, x[1].second, x[2].second, x[3].second};
@@ -199,6 +207,16 @@ class Unpack {
         load_scales<F.v.info>(page + kAt.value_info, half, 2 * q, constants.v_reference_log2, scale, zero);
         load_scales<F.v.info>(page + kAt.value_info, half, 2 * q + 1, constants.v_reference_log2, scale + 4, zero + 4);
         const int u = 8 * half + r;
+        Words2 codes[full_groups(kPlanesV) + has_tail(kPlanesV)][2];
+#pragma unroll
+        for (int g = 0; g < full_groups(kPlanesV) + has_tail(kPlanesV); g++) {
+            const bool full = g < full_groups(kPlanesV);  // a block of the tail has quads 2 u and 2 u + 1, in fields 0, 1 and 2, 3
+            const int block = full ? (u / 4 * full_groups(kPlanesV) + g) * 4 + u % 4 : 16 * full_groups(kPlanesV) + u / 2;
+            const int swap = (full ? u : u / 2) & 2;
+            const u8* const quad = page + kAt.value_codes + kBlockBytes * block + 8 * (q % 2);
+            codes[g][0] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2) ^ swap));
+            codes[g][1] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2 + 2) ^ swap));
+        }
 #pragma unroll 1
         for (int c0 = part * (kDim / 2); c0 < (part + 1) * (kDim / 2); c0 += 32) {
             float sum[2][4][4] = {};
@@ -219,24 +237,19 @@ class Unpack {
                     for (int m = 0; m < 2; m++) { mma_bf16(sum[m][b], a[m][0], a[m][1], a[m][2], a[m][3], b0, b1); }
                 }
             };
-            const u8* const codes = page + kAt.value_codes;
 #pragma unroll
-            for (int g = 0; g < full_groups(kPlanesV); g++) {
-                const u8* const quad = codes + kBlockBytes * ((u / 4 * full_groups(kPlanesV) + g) * 4 + u % 4) + 8 * (q % 2);
-                const Words2 x = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2) ^ (u & 2)));
-                const Words2 y = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2 + 2) ^ (u & 2)));
-                const u32 w[4] = {x.x, x.y, y.x, y.y};
+            for (int g = 0; g < full_groups(kPlanesV) + has_tail(kPlanesV); g++) {
+                const Words2 x = codes[g][0], y = codes[g][1];
+                if (g < full_groups(kPlanesV)) {
+                    const u32 w[4] = {x.x, x.y, y.x, y.y};
 #pragma unroll
-                for (int f = 0; f < 4; f++) { multiply(w, f, 64 * g + 16 * f); }
-            }
-            if constexpr (has_tail(kPlanesV)) {  // block u has quads 2 u and 2 u + 1, in fields 0, 1 and 2, 3
-                const u8* const quad = codes + kBlockBytes * (16 * full_groups(kPlanesV) + u / 2) + 8 * (q % 2);
-                const Words2 x = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2) ^ (u / 2 & 2)));
-                const Words2 y = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2 + 2) ^ (u / 2 & 2)));
-                const int shift = 4 * (u % 2);
-                const u32 w[4] = {x.x >> shift, x.y >> shift, y.x >> shift, y.y >> shift};
-                multiply(w, 0, 64 * full_groups(kPlanesV));
-                multiply(w, 1, 64 * full_groups(kPlanesV) + 16);
+                    for (int f = 0; f < 4; f++) { multiply(w, f, 64 * g + 16 * f); }
+                } else {
+                    const int shift = 4 * (u % 2);
+                    const u32 w[4] = {x.x >> shift, x.y >> shift, y.x >> shift, y.y >> shift};
+                    multiply(w, 0, 64 * g);
+                    multiply(w, 1, 64 * g + 16);
+                }
             }
 #pragma unroll
             for (int row = 0; row < 4; row++) {
@@ -277,35 +290,45 @@ class Unpack {
         using namespace simt;
         const u32* const keys = reinterpret_cast<const u32*>(record);
         const u32* const values = reinterpret_cast<const u32*>(record + 2 * kDim * kPageTokens);
+        constexpr int kWarps = kUnpackThreads / kWarp, kTurns = kDim / 64;  // of 8 rows and 64 columns, a warp, either side
+        u32 v[kTurns][8], k[kTurns][8];
+#pragma unroll
+        for (int i = 0; i < kTurns; i++) {
+#pragma unroll
+            for (int t = 0; t < 8; t++) { v[i][t] = values[(8 * warp() + t) * (kDim / 2) + 32 * i + lane()]; }
+        }
+#pragma unroll
+        for (int i = 0; i < kTurns; i++) {
+#pragma unroll
+            for (int c = 0; c < 8; c++) { k[i][c] = keys[(8 * (kWarps * i + warp()) + c) * (kPageTokens / 2) + lane()]; }
+        }
         sync_block();
         if (thread() < 2) { odd[thread()] = 0; }
         sync_block();
-        for (int i = warp(); i < kDim / 64 * 8; i += n_threads() / kWarp) {
-            const int octet = i % 8, channels = i / 8 * 64 + 2 * lane();
-            u32 x[8], bad = 0;
+        u32 bad = 0;
 #pragma unroll
-            for (int t = 0; t < 8; t++) { x[t] = values[(8 * octet + t) * (kDim / 2) + channels / 2]; }
+        for (int i = 0; i < kTurns; i++) {
 #pragma unroll
             for (int t = 0; t < 8; t++) {
-                if (not_finite(x[t]) || not_finite(x[t] >> 16)) {
+                u32& x = v[i][t];
+                if (not_finite(x) || not_finite(x >> 16)) {
                     bad |= 1u << t;
-                    x[t] &= (not_finite(x[t]) ? 0u : 0xffffu) | (not_finite(x[t] >> 16) ? 0u : 0xffff0000u);
+                    x &= (not_finite(x) ? 0u : 0xffffu) | (not_finite(x >> 16) ? 0u : 0xffff0000u);
                 }
             }
-            if (bad) { or_shared(odd + octet / 4, bad << (octet % 4 * 8)); }
             u8* const to = pair + kKeyPairBytes<kDim> + side * (kDim * kTileRowBytes);
-            turn_eight(x, to + tile_at(channels, octet), to + tile_at(channels + 1, octet));
+            const int channel = 64 * i + 2 * lane();
+            turn_eight(v[i], to + tile_at(channel, warp()), to + tile_at(channel + 1, warp()));
         }
+        if (bad) { or_shared(odd + warp() / 4, bad << (warp() % 4 * 8)); }
         sync_block();
-        const u32 bad = odd[lane() / 16] >> (2 * lane() % 32);
-        for (int octet = warp(); octet < kDim / 8; octet += n_threads() / kWarp) {
-            u32 x[8];
+        bad = odd[lane() / 16] >> (2 * lane() % 32);
 #pragma unroll
-            for (int c = 0; c < 8; c++) { x[c] = keys[(8 * octet + c) * (kPageTokens / 2) + lane()]; }
-            if (octet == 0) { x[0] |= (bad & 1 ? 0x7fffu : 0u) | (bad & 2 ? 0x7fff0000u : 0u); }
-            u8* const to = pair + octet / 8 * (128 * kTileRowBytes);
+        for (int i = 0; i < kTurns; i++) {
+            if (i == 0 && warp() == 0) { k[0][0] |= (bad & 1 ? 0x7fffu : 0u) | (bad & 2 ? 0x7fff0000u : 0u); }
+            u8* const to = pair + i * (128 * kTileRowBytes);
             const int token = 64 * side + 2 * lane();
-            turn_eight(x, to + tile_at(token, octet % 8), to + tile_at(token + 1, octet % 8));
+            turn_eight(k[i], to + tile_at(token, warp()), to + tile_at(token + 1, warp()));
         }
     }
 

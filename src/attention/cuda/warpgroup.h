@@ -28,16 +28,23 @@ CRUMB_BOTH constexpr u32 tile_at(int row, int piece) { return u32(row * kTileRow
 #if CRUMB_WARPGROUPS
 
 template <int N>
-CRUMB_DEVICE void wgmma(float (&d)[N / 8][4], const u32 (&a)[4], u64 b, bool add);
+CRUMB_DEVICE void wgmma(float (&d)[N / 8][4], const u32 (&a)[4], u32 b, bool add);
+
+// What a descriptor says of a tile but for its place: 8 rows are 1024 bytes, pieces are swapped as above.
+inline constexpr u32 kTileShape = 8 * kTileRowBytes >> 4 | 1u << 30;
+
+using TileAddress = u32;  // in shared memory
+CRUMB_DEVICE TileAddress tile_address(const u8* tile) { return simt::shared_address(tile); }
+
 
 template <>
-CRUMB_DEVICE void wgmma<64>(float (&d)[8][4], const u32 (&a)[4], u64 b, bool add) {
+CRUMB_DEVICE void wgmma<64>(float (&d)[8][4], const u32 (&a)[4], u32 b, bool add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p,%37,0;\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p,%37,0;\nmov.b64 b,{%36,%38};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "},{%32,%33,%34,%35},%36,p,1,1,0;\n}"
+        "},{%32,%33,%34,%35},b,p,1,1,0;\n}"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
           "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
           "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
@@ -46,19 +53,19 @@ CRUMB_DEVICE void wgmma<64>(float (&d)[8][4], const u32 (&a)[4], u64 b, bool add
           "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
           "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
           "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int(add)), "n"(kTileShape));
 }
 
 template <>
-CRUMB_DEVICE void wgmma<128>(float (&d)[16][4], const u32 (&a)[4], u64 b, bool add) {
+CRUMB_DEVICE void wgmma<128>(float (&d)[16][4], const u32 (&a)[4], u32 b, bool add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p,%69,0;\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p,%69,0;\nmov.b64 b,{%68,%70};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "},{%64,%65,%66,%67},%68,p,1,1,0;\n}"
+        "},{%64,%65,%66,%67},b,p,1,1,0;\n}"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
           "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
           "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
@@ -75,7 +82,7 @@ CRUMB_DEVICE void wgmma<128>(float (&d)[16][4], const u32 (&a)[4], u64 b, bool a
           "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
           "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
           "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int(add)), "n"(kTileShape));
 }
 
 // A warpgroup's registers a thread: 168 at first where three share a multiprocessor.
@@ -83,6 +90,15 @@ template <int kRegisters>
 CRUMB_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters>
 CRUMB_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+
+// Two warpgroups take turns: one has its products issued while the other is at what lies between them. A turn is waited for
+// where the other warpgroup has passed it on.
+CRUMB_DEVICE void wait_turn(int warpgroup) { 
+    if (warpgroup == 0) { asm volatile("bar.sync 1,256;" ::: "memory"); } else { asm volatile("bar.sync 2,256;" ::: "memory"); }
+}
+CRUMB_DEVICE void pass_turn(int warpgroup) { 
+    if (warpgroup == 1) { asm volatile("bar.arrive 1,256;" ::: "memory"); } else { asm volatile("bar.arrive 2,256;" ::: "memory"); }
+}
 
 // Between registers that were written and products that read them.
 CRUMB_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -103,17 +119,21 @@ CRUMB_DEVICE void products_hold(float (&d)[N][4]) {
 // d (+)= A B over 16 k from byte `k` of the tile's rows on. Lane 4 r + q of a warp: A as in mma_bf16(), d[j] columns
 // 8 j + 2 q, + 1 of rows r and r + 8.
 template <int N>
-CRUMB_DEVICE void product(float (&d)[N / 8][4], const u32 (&a)[4], const u8* tile, int k, bool add) {
-    const u64 at = u64(simt::shared_address(tile + k)) >> 4 & 0x3fff;
-    wgmma<N>(d, a, at | u64(1) << 16 | u64(8 * kTileRowBytes >> 4) << 32 | u64(1) << 62, add);
+CRUMB_DEVICE void product(float (&d)[N / 8][4], const u32 (&a)[4], TileAddress tile, int k, bool add) {
+    wgmma<N>(d, a, (tile + u32(k)) >> 4 | 1u << 16, add);
 }
 
 #else
+
+using TileAddress = const u8*;
+CRUMB_DEVICE TileAddress tile_address(const u8* tile) { return tile; }
 
 template <int kRegisters>
 CRUMB_DEVICE void take_registers() {}
 template <int kRegisters>
 CRUMB_DEVICE void give_registers() {}
+CRUMB_DEVICE void wait_turn(int) {}
+CRUMB_DEVICE void pass_turn(int) {}
 CRUMB_DEVICE void products_begin() {}
 CRUMB_DEVICE void products_end() {}
 template <int kLeft>
@@ -122,7 +142,7 @@ template <int N>
 CRUMB_DEVICE void products_hold(float (&)[N][4]) {}
 
 template <int N>
-CRUMB_DEVICE void product(float (&d)[N / 8][4], const u32 (&a)[4], const u8* tile, int k, bool add) {
+CRUMB_DEVICE void product(float (&d)[N / 8][4], const u32 (&a)[4], TileAddress tile, int k, bool add) {
     const int r = simt::lane() / 4, q = simt::lane() % 4;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
