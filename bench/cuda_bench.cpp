@@ -225,7 +225,7 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
 // A chunk of n rows behind `depth` tokens of one sequence, by the position rule: all rows exact in the ring, all before coded.
 void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv, int n, int depth) {
     const PageFormat& format = kernels[0].format;
-    if (!kernels[0].unpack) return;
+    if (!takes_chunks(format.k.dim)) return;
     const PageFormat exact_format = bf16_format(format.k.dim, format.v.dim);
     const size_t coded_stride = format.bytes() * n_head_kv, exact_stride = exact_format.bytes() * n_head_kv;
     const int tokens = depth + n, n_blocks = (tokens + 63) / 64;

@@ -58,7 +58,7 @@ TEST_P(DeviceDecode, DataThatHurts) {
 
 // Chunks, if the format has the kernel.
 TEST_P(DeviceDecode, ShortChunks) {
-    if (!kernels()[0].unpack) GTEST_SKIP();
+    if (!takes_chunks(kernels()[0].format.k.dim)) GTEST_SKIP();
     Cases cases(machine, kernels());
     cases.step.prefill_bytes = 1 << 30;
     cases.step.blocks = 3;
@@ -69,7 +69,7 @@ TEST_P(DeviceDecode, ShortChunks) {
 }
 
 TEST_P(DeviceDecode, ManyChunks) {
-    if (!kernels()[0].unpack) GTEST_SKIP();
+    if (!takes_chunks(kernels()[0].format.k.dim)) GTEST_SKIP();
     Cases cases(machine, kernels());
     cases.step.prefill_bytes = 1 << 30;
     cases.step.blocks = multiprocessors();

@@ -51,4 +51,11 @@ inline int multiprocessors() {
     return n;
 }
 
+// Whether this GPU has the shared memory that chunks take.
+inline bool takes_chunks(int dim) {
+    int most = 0;
+    require(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "device");
+    return prefill_shared_bytes(dim) > 0 && prefill_shared_bytes(dim) <= size_t(most);
+}
+
 }  // namespace crumb::cuda

@@ -36,7 +36,7 @@ def shape_name(row):
 def best_of(opponents, kernels):
     best = {}
     for row in opponents:
-        if "us" in row and row["kernel"] in kernels and row["us"] < best.get(key(row), row)["us"] + 1e-9:
+        if row["bench"] == "opponent" and "us" in row and row["kernel"] in kernels and row["us"] < best.get(key(row), row)["us"] + 1e-9:
             best[key(row)] = row
     return best
 
@@ -59,6 +59,23 @@ def table(ours, bf16, oscar):
             continue
         what = row["recipe"] if row["bench"] == "encode" else "a prompt" if row["chunk"] else "one a sequence"
         print(f"* {row['bench']}, {what}, {row['tokens']} tokens of 8 heads: {row['us']:.1f} us, {row['tbs']:.2f} TB/s read and written")
+
+
+def chunk_table(ours, opponents):
+    """Chunks of prompts; the best BF16 kernel may be one that looks at all tokens, see opponents.py."""
+    chunks = [row for row in ours if row["bench"] == "prefill"]
+    if not chunks:
+        return
+    print("\n| format | heads | rows | tokens before | us | of these, unpacking | Tflop/s | error | best BF16 us | ratio |")
+    print("| " + "--- | " * 10)
+    for row in chunks:
+        same = [other for other in opponents if other["bench"] == "opponent-prefill" and "us" in other and row["dim"] == 128
+                and all(other[k] == row[k] for k in ("heads", "rows", "depth"))]
+        best = min(same, key=lambda other: other["us"], default=None)
+        cells = [format_name(row), row["heads"], str(row["rows"]), tokens(row["depth"]), f"{row['us']:.1f}", f"{row['unpack_us']:.1f}",
+                 f"{row['tflops']:.0f}", f"{row['error']:.1e}"]
+        cells += [f"{best['us']:.1f} ({best['kernel']})", f"{best['us'] / row['us']:.2f}"] if best else ["", ""]
+        print("| " + " | ".join(cells) + " |")
 
 
 class Svg:
@@ -126,6 +143,7 @@ def main(folder):
     roof = next(row for row in everything if row["bench"] == "roof")
     print(f"{roof['device']}, read roof {roof['tbs']:.2f} TB/s.\n")
     table(everything, bf16, oscar)
+    chunk_table(everything, opponents)
     (folder / "bench.json").write_text(json.dumps(everything + opponents, indent=0) + "\n")
     main_rows = [row for row in everything if row["bench"] == "decode" and is_main(row)]
     if bf16:

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMapThreads, kFew ? 1 : 2) map_output_kernel(c
 }
 
 template <class P>
-__global__ void __launch_bounds__(kUnpackThreads, Unpack<P::kFormat>::kShared <= 75 * 1024 ? kUnpackBlocks : 2) unpack_kernel(const __grid_constant__ UnpackArgs args) {
+__global__ void __launch_bounds__(kUnpackThreads, kUnpackBlocks) unpack_kernel(const __grid_constant__ UnpackArgs args) {
     extern __shared__ __align__(128) std::byte shared[];
     Unpack<P::kFormat>::run(args, shared);
 }

@@ -91,15 +91,6 @@ CRUMB_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u
 template <int kRegisters>
 CRUMB_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
-// Two warpgroups take turns: one has its products issued while the other is at what lies between them. A turn is waited for
-// where the other warpgroup has passed it on.
-CRUMB_DEVICE void wait_turn(int warpgroup) { 
-    if (warpgroup == 0) { asm volatile("bar.sync 1,256;" ::: "memory"); } else { asm volatile("bar.sync 2,256;" ::: "memory"); }
-}
-CRUMB_DEVICE void pass_turn(int warpgroup) { 
-    if (warpgroup == 1) { asm volatile("bar.arrive 1,256;" ::: "memory"); } else { asm volatile("bar.arrive 2,256;" ::: "memory"); }
-}
-
 // Between registers that were written and products that read them.
 CRUMB_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Ends a group of products.
@@ -132,8 +123,6 @@ template <int kRegisters>
 CRUMB_DEVICE void take_registers() {}
 template <int kRegisters>
 CRUMB_DEVICE void give_registers() {}
-CRUMB_DEVICE void wait_turn(int) {}
-CRUMB_DEVICE void pass_turn(int) {}
 CRUMB_DEVICE void products_begin() {}
 CRUMB_DEVICE void products_end() {}
 template <int kLeft>
