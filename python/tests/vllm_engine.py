@@ -13,7 +13,7 @@ import sys
 import time
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1",
-                  VLLM_CPU_OMP_THREADS_BIND="nobind")
+                  VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
 
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -21,14 +21,19 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 class Engine:
     def __init__(self, job):
-        crumb = job.get("crumb")
-        self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, distributed_executor_backend="uni",
-                       enforce_eager=True, seed=0, **job["arguments"])
+        crumb, alone = job.get("crumb"), job["arguments"].get("tensor_parallel_size", 1) == 1
+        self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, enforce_eager=True, seed=0,
+                       distributed_executor_backend="uni" if alone else "mp", **job["arguments"])
+        self.model = None
+        if not alone:
+            return
         worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.model = worker.model_runner.model
 
     def facts(self):
         config = self.llm.llm_engine.vllm_config
+        if self.model is None:  # it is in other processes
+            return {"blocks": config.cache_config.num_gpu_blocks}
         layers = [m for m in self.model.modules() if type(m).__name__ == "Attention"]
         served = getattr(layers[0].impl, "served", None)
         return {
@@ -54,6 +59,7 @@ class Engine:
         return self._divergence(task["divergence"], task["file"])
 
     def _run(self, prompts, sampling):
+        sampling.detokenize = False
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 
     def _divergence(self, ids, file):
