@@ -161,7 +161,7 @@ CacheConfig geometry(const llama_model& model, const KvOptions& options, const R
     config.prefill = options.prefill;
     config.reuse = options.reuse;
     config.memory = options.memory;
-    config.spare_windows = options.kept_windows * n_sequences;
+    config.spare_windows = std::min(options.kept_windows, n_sequences);
     config.n_sequences = n_sequences;
     config.tokens_per_sequence = per_sequence;
     config.tokens_total = total;

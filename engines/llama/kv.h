@@ -26,7 +26,7 @@ struct KvOptions {
     size_t memory = 0;       // bytes of the cache; 0: what context and sequences ask for
     int verify = 0;          // check every Nth token against exact K and V (verify.h); 0: none
     bool announce = true;    // say on stderr what the cache of a context holds
-    int kept_windows = 0;    // a sequence: windows of prefixes that a server may find again
+    int kept_windows = 0;    // of prefixes that a server may find again, beside those of sequences; at most one a sequence
 };
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.

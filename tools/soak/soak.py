@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
 """Leave a crumb server alone with unruly clients, and check every answer against the same request run alone.
 
-usage: soak.py CRUMB MODEL_F32.gguf [--minutes 2] [--clients 6] [--seed 1] [--json FILE]    (tools/soak/run.sh brings the client)
+usage: soak.py CRUMB MODEL_F32.gguf [--minutes 2] [--clients 6] [--seed 1] [--folder FOLDER] [--json FILE]
+       (tools/soak/run.sh brings the client)
 
 Clients are the official OpenAI package: chats and streams with shared system prompts and second turns, streams that are
-dropped, slow readers, bad bodies; beside them slots are saved and restored, and every 45 seconds the server is killed
-(SIGKILL) while it writes a slot file, and started again. The server has four slots and less memory than they would like.
+dropped, slow readers, bad bodies; beside them slots are saved and restored, also from files that are cut off, have a bit
+flipped, or belong to another recipe. In the first two thirds of the time the server is killed (SIGKILL) every 45 seconds
+while it writes a slot file, and started again. It has four slots and less memory than they would like. Slot files go to
+FOLDER; on a small file system of its own (mount -t tmpfs -o size=24m none FOLDER) the disk is full now and then.
 
-Fails if an answer is wrong, a slot file is neither the old nor the new one, the server ends by itself, or pages are still in use
-when all is done. Weights are F32, so that a batch of other requests changes a sum by a last bit; where that turns one
-word into another, the reference must have had both within 0.02 of each other (a tie; ties are counted).
+Fails if an answer is wrong, a damaged slot file is taken, a good one is neither the old nor the new one, the server ends by
+itself, its memory grows after the last kill by more than 64 MiB, or pages are still in use when all is done. Weights are F32,
+so that a batch of other requests changes a sum by a last bit; where that turns one word into another, the reference must
+have had both within 0.02 of each other (a tie; ties are counted). A line every 15 seconds says how far it is.
 """
 import argparse
 import collections
+import contextlib
 import http.client
 import json
 import os
@@ -31,23 +36,31 @@ import openai
 
 TEXT = "The key-value cache of a transformer grows with the length of the text. "
 SYSTEMS = [f"You are assistant number {i}. " + TEXT * 12 for i in range(3)]
-QUESTIONS = ["What is a cache?", "Why is the sky blue?", "Name three colours.", "What grows with the text?"]
+QUESTIONS = ["What is a cache?", "Why is the sky blue?"]
 ANSWER = 20  # tokens
 TIE = 0.02   # of a log probability
 KEY = "soak"
+KILL_EVERY = 45  # seconds
+GROWTH = 64  # MiB
+SMALL_DISK = 64 << 20  # bytes: one that may be filled
 
 
-class Lost(Exception):
-    """The server was killed under this request."""
+def say(what):
+    print(f"soak: {what}", file=sys.stderr, flush=True)
+
+
+def refusal(error):
+    with error:
+        return json.loads(error.read())["error"]["message"]
 
 
 class Server:
-    def __init__(self, crumb, model, folder):
+    def __init__(self, crumb, model, folder, log, recipe="quarot:paper", memory="54M"):
         self.command = [crumb, "serve", "-m", model, "-c", "1024", "-np", "4", "-t", "1", "-b", "256", "-ub", "128", "--jinja",
-                        "--kv", "quarot:paper", "--kv-recent", "64", "--kv-memory", "54M", "--metrics", "--slots",
+                        "--kv", recipe, "--kv-recent", "64", "--kv-memory", memory, "--metrics", "--slots",
                         "--slot-save-path", folder, "--api-key", KEY]
         self.folder = folder
-        self.log = open(os.path.join(folder, "log"), "ab")
+        self.log = open(log, "ab")
         self.kills = 0
         self.down = threading.Event()  # on purpose
         self.start()
@@ -59,7 +72,7 @@ class Server:
         self.process = subprocess.Popen(self.command + ["--port", str(self.port)], stdout=self.log, stderr=self.log)
         for _ in range(1200):
             if self.process.poll() is not None:
-                raise SystemExit(f"soak: the server did not start; its log: {self.log.name}")
+                raise SystemExit("soak: the server did not start:\n" + self.last_words())
             try:
                 if self.call("/health")["status"] == "ok":
                     break
@@ -83,9 +96,20 @@ class Server:
         with open(f"/proc/{self.process.pid}/status") as f:
             return next(int(line.split()[1]) for line in f if line.startswith("VmRSS")) / 1024
 
+    def last_words(self):
+        with open(self.log.name, errors="replace") as f:
+            return "".join(f.readlines()[-60:])
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(60)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
     def kill_while_it_saves(self):
         """True if the kill came while a file was being written."""
-        part = os.path.join(self.folder, "state.part")
+        part = self.path("state.part")
         saving = threading.Thread(target=self.try_save, args=("state",))
         saving.start()
         end = time.monotonic() + 60
@@ -111,6 +135,8 @@ class Soak:
         self.done = collections.Counter()
         self.wrong = []
         self.lock = threading.Lock()
+        self.disk = threading.Lock()  # of who fills it, or needs it to have room
+        self.fills, self.full = 0, False
         self.cached = self.prompted = 0
 
     def count(self, what):
@@ -120,13 +146,14 @@ class Soak:
     def fail(self, what, **more):
         with self.lock:
             self.wrong.append({"what": what, **more})
-        print(f"soak: WRONG: {what}: {more}", file=sys.stderr, flush=True)
+        say(f"WRONG: {what}: {more}")
 
     # --- what is right
 
     def references(self):
         """Every conversation alone and cold, with the words that were nearly chosen."""
         self.conversations = []
+        say(f"{len(SYSTEMS) * (len(QUESTIONS) + 1)} conversations alone, cold")
         for system in SYSTEMS:
             for question in QUESTIONS:
                 messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -140,7 +167,18 @@ class Soak:
         words = [(t.token, {o.token: o.logprob for o in t.top_logprobs}) for t in reply.choices[0].logprobs.content]
         one = {"messages": messages, "text": reply.choices[0].message.content, "words": words}
         self.conversations.append(one)
+        say(f"{len(self.conversations)}: {one['text'][:60]!r}")
         return one
+
+    def slot_files(self, foreign):
+        """A good one, to be damaged, and one of another recipe."""
+        self.server.call("/slots/0?action=save", {"filename": "good"})
+        with open(self.server.path("good"), "rb") as f:
+            self.good = f.read()
+        os.remove(self.server.path("good"))
+        self.foreign = foreign
+        with open(self.server.path("text"), "w") as f:
+            f.write(TEXT)
 
     def check(self, one, text, whole, how):
         right = one["text"]
@@ -201,30 +239,90 @@ class Soak:
         path, body = random.choice([
             ("/v1/chat/completions", b"{"), ("/v1/chat/completions", b'{"messages": 3}'), ("/v1/chat/completions", b'{"messages": [{"role": "user"}]}'),
             ("/v1/completions", b'{"prompt": "a", "max_tokens": "b"}'), ("/completion", b'{"prompt": [-7, 1000000000]}'),
-            ("/completion", json.dumps({"prompt": TEXT * 300}).encode()), ("/completion", json.dumps({"prompt": TEXT * 5, "n_predict": 10**8, "id_slot": "x"}).encode()),
-            ("/slots/0?action=restore", b'{"filename": "../log"}'), ("/slots/0?action=restore", b'{"filename": "log"}'), ("/slots/77?action=nothing", b"{}"),
+            ("/completion", json.dumps({"prompt": TEXT * 300}).encode()),
+            ("/slots/0?action=restore", b'{"filename": "../text"}'), ("/slots/0?action=restore", b'{"filename": "text"}'), ("/slots/77?action=nothing", b"{}"),
             ("/nowhere", b"{}"), ("/v1/chat/completions", b"\xff\xfe" * 1000)])
         try:
             self.server.call(path, raw=body)
         except urllib.error.HTTPError as error:
+            if error.code == 503:
+                raise
             error.close()
             self.count("bad bodies refused")
         else:
             self.fail("a bad body was answered", path=path, body=body[:80].decode(errors="replace"))
 
+    def save(self, slot, name):
+        """Tokens that were saved; None if the disk was full, as it may be."""
+        full, fills = self.full, self.fills
+        try:
+            return self.server.call(f"/slots/{slot}?action=save", {"filename": name})["n_saved"]
+        except urllib.error.HTTPError as error:
+            if error.code == 503:  # it starts
+                raise
+            message = refusal(error)
+            if "could not be written" not in message or not (full or self.full or fills != self.fills):
+                self.fail("a slot was not saved", message=message)
+            return None
+
     def save_and_restore(self, random, one):
         name, a, b = f"slot{random.randrange(3)}", random.randrange(4), random.randrange(4)
-        saved = self.server.call(f"/slots/{a}?action=save", {"filename": name})["n_saved"]
+        if self.save(a, name) is None and not os.path.exists(self.server.path(name)):
+            return
         try:
             self.server.call(f"/slots/{b}?action=restore", {"filename": name})
         except urllib.error.HTTPError as error:
-            with error:
-                message = json.loads(error.read())["error"]["message"]
+            if error.code == 503:
+                raise
+            message = refusal(error)
             if "blocks are free" not in message:  # a full cache may refuse
-                self.fail("a slot was not restored", message=message, saved=saved)
+                self.fail("a slot was not restored", message=message)
         self.count("slots saved and restored")
 
-    ACTIONS = [(chat, 6), (stream, 6), (slow_reader, 2), (drop, 4), (drop_unread, 2), (bad_body, 3), (save_and_restore, 1)]
+    def damaged(self, random, one):
+        at = random.randrange(len(self.good))
+        how, data = random.choice([("cut off", self.good[:at]), ("of another recipe", self.foreign),
+                                   ("bit flipped", self.good[:at] + bytes([self.good[at] ^ 1 << random.randrange(8)]) + self.good[at + 1:])])
+        name = f"bad{threading.get_ident()}"
+        with self.disk:
+            with open(self.server.path(name), "wb") as f:
+                f.write(data)
+        try:
+            self.server.call(f"/slots/{random.randrange(4)}?action=restore", {"filename": name})
+            self.fail("a damaged slot file was taken", how=how, at=at, size=len(data))
+        except urllib.error.HTTPError as error:
+            if not 400 <= error.code < 500:
+                raise
+            self.count("slot files refused, " + how)
+        finally:
+            os.remove(self.server.path(name))
+
+    def full_disk(self, random, one):
+        disk = os.statvfs(self.server.folder)
+        if disk.f_blocks * disk.f_frsize > SMALL_DISK:
+            return
+        filler = self.server.path("filler")
+        with self.disk:
+            if self.save(0, "full") is None:
+                return
+            with open(self.server.path("full"), "rb") as f:
+                old = f.read()
+            self.fills, self.full = self.fills + 1, True
+            try:
+                with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
+                    while f.write(bytes(1 << 16)):
+                        pass
+                saved = self.save(0, "full")
+                with open(self.server.path("full"), "rb") as f:
+                    if saved is None and f.read() != old:
+                        self.fail("a full disk changed a slot file")
+                if saved is None:
+                    self.count("saves refused by a full disk")
+            finally:
+                os.remove(filler)
+                self.full = False
+
+    ACTIONS = [(chat, 6), (stream, 6), (slow_reader, 2), (drop, 4), (drop_unread, 2), (bad_body, 3), (save_and_restore, 1), (damaged, 2), (full_disk, 1)]
 
     def client(self, number, end):
         dice = random.Random(self.seed * 1000 + number)
@@ -234,11 +332,11 @@ class Soak:
             try:
                 action(self, dice, dice.choice(self.conversations))
             except (openai.APIConnectionError, OSError, http.client.HTTPException) as error:
-                if isinstance(error, urllib.error.HTTPError):
-                    self.fail("an error", action=action.__name__, status=error.code, message=error.read().decode(errors="replace"))
-                elif self.server.down.is_set() or process is not self.server.process or process.poll() == -signal.SIGKILL:
+                if self.server.down.is_set() or process is not self.server.process or process.poll() == -signal.SIGKILL:
                     self.count("lost by a kill")
                     time.sleep(0.5)
+                elif isinstance(error, urllib.error.HTTPError):
+                    self.fail("an error", action=action.__name__, status=error.code, message=refusal(error))
                 else:
                     self.fail("the connection broke", action=action.__name__, error=repr(error))
             except openai.APIError as error:
@@ -250,36 +348,46 @@ class Soak:
                 self.fail("the server ended", status=process.poll())
                 return
 
-    def run(self, minutes, clients):
+    def run(self, minutes, clients, foreign):
         self.references()
-        print(f"soak: {len(self.conversations)} conversations alone; now {clients} clients for {minutes:g} minutes", file=sys.stderr, flush=True)
-        end = time.monotonic() + 60 * minutes
+        self.slot_files(foreign)
+        say(f"now {clients} clients for {minutes:g} minutes")
+        start = time.monotonic()
+        end, last_kill = start + 60 * minutes, start + 40 * minutes
         threads = [threading.Thread(target=self.client, args=(i, end)) for i in range(clients)]
         for thread in threads:
             thread.start()
-        self.memory = []
-        next_kill = time.monotonic() + 45
+        self.memory = []  # (time, MiB)
+        next_kill, next_word = start + KILL_EVERY, start
         while any(thread.is_alive() for thread in threads):
             time.sleep(1)
-            if time.monotonic() > next_kill and time.monotonic() < end - 10:
+            now = time.monotonic()
+            if next_kill < now < last_kill:
                 self.kill()
-                next_kill = time.monotonic() + 45
+                next_kill = time.monotonic() + KILL_EVERY
             if self.server.process.poll() is None:
-                self.memory.append(self.server.memory())
+                self.memory.append((now, self.server.memory()))
+            if now > next_word:
+                next_word = now + 15
+                say(f"{now - start:.0f} s: {sum(self.done.values())} done, {len(self.wrong)} wrong, {self.server.kills} kills, {self.memory[-1][1]:.0f} MiB")
         for thread in threads:
             thread.join()
+        self.quiet = [m for t, m in self.memory if t > last_kill]
+        half = len(self.quiet) // 2
+        if max(self.quiet[half:]) > max(self.quiet[:half]) + GROWTH:
+            self.fail("memory grows", first=max(self.quiet[:half]), then=max(self.quiet[half:]))
         self.at_rest()
 
     def kill(self):
-        self.server.try_save("state")  # so that there is an old one
-        if self.server.kill_while_it_saves():
-            self.count("kills while a file was written")
+        with self.disk:
+            self.server.try_save("state")  # so that there is an old one
+            if self.server.kill_while_it_saves():
+                self.count("kills while a file was written")
         self.server.start()
         try:
             self.server.call("/slots/1?action=restore", {"filename": "state"})
         except urllib.error.HTTPError as error:
-            with error:
-                message = json.loads(error.read())["error"]["message"]
+            message = refusal(error)
             if "blocks are free" not in message:
                 self.fail("a slot file after a kill", message=message)
         self.count("kills")
@@ -303,7 +411,8 @@ class Soak:
 
     def report(self):
         return {"answers": dict(sorted(self.done.items())), "wrong": self.wrong, "prompt_tokens": self.prompted, "cached_tokens": self.cached,
-                "kills": self.server.kills, "memory_MiB": {"largest": max(self.memory), "last": self.memory[-1]}}
+                "kills": self.server.kills, "slots_saved_on": "a small disk" if self.fills else "a large disk",
+                "memory_MiB": {"largest": max(m for _, m in self.memory), "after_the_last_kill": self.quiet[0], "at_the_end": self.quiet[-1]}}
 
 
 def main():
@@ -313,20 +422,29 @@ def main():
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", help="of slot files; default: a temporary one")
     parser.add_argument("--json", help="write the report there")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(args.crumb, args.model, folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, log = args.folder or os.path.join(scratch, "slots"), os.path.join(scratch, "log")
+        os.makedirs(folder, exist_ok=True)
+        say("a slot file of another recipe")
+        other = Server(args.crumb, args.model, folder, log, recipe="bf16", memory="256M")
+        other.call("/completion", {"prompt": TEXT * 12, "n_predict": 1, "id_slot": 0})
+        other.call("/slots/0?action=save", {"filename": "foreign"})
+        other.stop()
+        with open(other.path("foreign"), "rb") as f:
+            foreign = f.read()
+        os.remove(other.path("foreign"))
+        server = Server(args.crumb, args.model, folder, log)
         soak = Soak(server, args.seed)
         try:
-            soak.run(args.minutes, args.clients)
+            soak.run(args.minutes, args.clients, foreign)
         finally:
-            server.process.terminate()
-            server.process.wait(60)
-        report = soak.report()
+            server.stop()
+        report = {"clients": args.clients, "minutes": args.minutes, **soak.report()}
         if report["wrong"]:
-            with open(server.log.name, errors="replace") as f:
-                print("".join(f.readlines()[-60:]), file=sys.stderr)
+            print(server.last_words(), file=sys.stderr)
     print(json.dumps(report, indent=1))
     if args.json:
         with open(args.json, "w") as f:
