@@ -4,10 +4,12 @@
 usage: prefix_test.py CRUMB MODEL_F32.gguf
 """
 import concurrent.futures
+import re
+import subprocess
 import unittest
 
 import server
-from server import TEXT, Server
+from server import CRUMB, MODEL, TEXT, Server
 
 PROMPT = TEXT * 16 + "In short,"  # 259 tokens: a hit is 256 of them; with 64 recent ones half of them are codes
 CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "--metrics", "--slots"]
@@ -49,23 +51,54 @@ class SharedPrefixes(unittest.TestCase):
         with self.subTest("nothing aged early on the way"):
             self.assertEqual(server.metrics()["crumb:kv_tokens_aged_early_total"], 0)
 
+    def save(self, server, slot):
+        server.erase()
+        server.ask(PROMPT, id_slot=slot)
+        self.assertGreater(server.call(f"/slots/{slot}?action=save", {"filename": "prompt.bin"})["n_saved"], 256)
+
+    def elsewhere(self, folder, slots):
+        """In a server with hardly any memory beside the windows: restored, evicted, restored again."""
+        flags = [*CODED, "-np", str(slots), "-c", str(512 * slots), "-b", "256", "-ub", "128", "--kv-memory"]
+        said = subprocess.run([CRUMB, "serve", "-m", MODEL, *flags, "1M"], capture_output=True, text=True, timeout=120)
+        least = int(re.search(r"give at least (\d+)M", said.stderr + said.stdout)[1])
+        with Server(*flags, f"{least + 1}M", folder=folder) as server:
+            with self.subTest("restored by another server"):
+                server.call(f"/slots/{slots - 1}?action=restore", {"filename": "prompt.bin"})
+                self.same(server.ask(PROMPT, id_slot=slots - 1), True)
+            server.erase()
+            for i in range(64):
+                if server.metrics()["crumb:kv_pages_evicted_total"] >= 2:
+                    break
+                server.ask(f"{i} bottles. " * 60, n=1, id_slot=i % slots)
+            with self.subTest("evicted"):
+                reply = server.ask(PROMPT, id_slot=0)
+                self.assertEqual(reply["content"], self.cold["content"])
+                self.assertLess(reply["timings"]["cache_n"], 256)
+            with self.subTest("restored after that"):
+                server.erase()
+                server.call("/slots/0?action=restore", {"filename": "prompt.bin"})
+                self.same(server.ask(PROMPT, id_slot=0), True)
+
     def test_one_slot(self):
         with Server(*CODED, "-np", "1", "-c", "512") as server:
             self.everywhere(server, 1)
+            self.save(server, 0)
+            self.elsewhere(server.folder, 1)
 
     def test_four_slots(self):
         with Server(*CODED) as server:
             self.everywhere(server, 4)
             self.what_it_says(server)
             self.two_hundred_times(server)
-            server.erase()
-            server.ask(PROMPT, id_slot=3)
-            self.assertGreater(server.call("/slots/3?action=save", {"filename": "prompt.bin"})["n_saved"], 256)
+            self.save(server, 3)
+            self.elsewhere(server.folder, 4)
             self.in_little_memory(server.folder)
 
     def test_eight_slots(self):
         with Server(*CODED, "-np", "8", "-c", "4096") as server:
             self.everywhere(server, 8)
+            self.save(server, 0)
+            self.elsewhere(server.folder, 8)
         with self.subTest("eight that arrive together at a server that has computed nothing"):
             with Server(*CODED, "-np", "8", "-c", "4096") as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
                 jobs = [pool.submit(server.ask, PROMPT, n=8) for _ in range(8)]
