@@ -21,4 +21,16 @@ if [[ ! -f $client/complete ]]; then
     mv "$part" "$client"
     trap - EXIT
 fi
-PYTHONPATH=$client exec python3 "$here/soak.py" "$@"
+export PYTHONPATH=$client
+# Without --folder, slot files lie on a small disk of this run's own, so that it is full now and then, where we may mount one.
+if [[ " $* " != *" --folder "* ]]; then
+    alone=(unshare --user --map-root-user --mount bash -c 'mount -t tmpfs -o size=48m soak "$0" && "$@"')
+    disk=$(mktemp -d)
+    trap 'rmdir "$disk"' EXIT
+    if "${alone[@]}" "$disk" true 2>/dev/null; then
+        "${alone[@]}" "$disk" python3 "$here/soak.py" "$@" --folder "$disk"
+        exit
+    fi
+    echo "soak: no disk can be mounted here: none will be full" >&2
+fi
+python3 "$here/soak.py" "$@"
