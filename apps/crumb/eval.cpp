@@ -76,6 +76,7 @@ int eval(int argc, char** argv) {
         ->check(CLI::IsMember({"equal", "paper"}));
     app.add_flag("--kv-allow-slow", o.allow_slow, "run recipes whose pages attention has to decode");
     app.add_option("--kv-attention", o.attention, "what reads codes: auto, an instruction set, or decoded (slow), to check the others against")->capture_default_str();
+    app.add_flag("--kv-offload", o.kv_offload, "cache and attention on the GPU, where its layers are (default: on the CPU, which has every recipe)");
     app.add_option("--kv-prefill", prefill, "position or exact")->capture_default_str()->check(CLI::IsMember({"position", "exact"}));
     app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(CLI::Range(1, 4096));

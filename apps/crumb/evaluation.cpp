@@ -168,7 +168,7 @@ void Evaluation::describe_setting() {
     verdict_.model = fmt::format("{} ({})", o_.model.filename().string(), identity_.architecture);
     lines.push_back(fmt::format("windows: {} of each text and context, positions from {} on; {} stay 16 bit; prefill {}; attention {}", o_.windows,
                                 o_.first ? std::to_string(*o_.first) : "512 (half of shorter windows)", windows_text(),
-                                o_.prefill == PrefillRule::exact ? "exact" : "position", o_.attention));
+                                o_.prefill == PrefillRule::exact ? "exact" : "position", o_.kv_offload ? "on the GPU" : o_.attention));
     lines.push_back("16 bit, q8_0, q4_0: llama.cpp's own caches; ±: one standard error, bootstrap over blocks of " + std::to_string(kBlockPositions) + " positions");
     lines.push_back(fmt::format("speed: {} threads, ubatch {}, {}; pp over whole windows with all logits, tg of {} tokens after them", threads_, o_.ubatch,
                                 processor_, kTimedTokens - 1));
@@ -193,6 +193,7 @@ Key Evaluation::key(const Variant& variant, const std::string& text, const std::
         key["recent"] = std::to_string(variant.kv->recent);
         key["prefill"] = variant.kv->prefill == PrefillRule::exact ? "exact" : "position";
         if (variant.kv->attention != "auto") { key["attention"] = variant.kv->attention; }
+        if (o_.kv_offload) { key["attention"] = "on the GPU"; }
         if (variant.kv->only_layer >= 0) { key["only_layer"] = std::to_string(variant.kv->only_layer); }
     }
     return key;

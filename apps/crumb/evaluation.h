@@ -29,6 +29,7 @@ struct EvaluationOptions {
     bool paper_windows = false;
     bool allow_slow = false;
     std::string attention = "auto";
+    bool kv_offload = false;
     PrefillRule prefill = PrefillRule::position;
     int ubatch = 512;
     int threads = 0;

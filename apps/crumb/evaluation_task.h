@@ -53,7 +53,7 @@ private:
     std::string windows_text() const;
     void describe_setting();
     std::vector<Text> read_texts(int context) const;
-    llama::ContextOptions shape(int n_ctx) const { return {.n_ctx = n_ctx, .n_ubatch = o_.ubatch, .n_threads = threads_}; }
+    llama::ContextOptions shape(int n_ctx) const { return {.n_ctx = n_ctx, .n_ubatch = o_.ubatch, .n_threads = threads_, .kv_offload = o_.kv_offload}; }
     int first(int context) const { return o_.first.value_or(std::min(512, context / 2)); }
     Key key(const Variant& variant, const std::string& text, const std::string& tokens, int context) const;
     Key window_key(const Variant& variant, const Text& text, size_t window, int context) const;

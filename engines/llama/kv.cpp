@@ -182,12 +182,12 @@ void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& 
 
 // The pools are reserved at start and become physical as they fill: too large a context would end by the kernel's hand,
 // in the middle of an answer.
-void require_memory(const CacheBytes& bytes, const CacheConfig& config) {
+void require_memory(size_t bytes, const CacheConfig& config) {
     const auto machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
-    if (bytes.total() > machine) {
+    if (bytes > machine) {
         fail("a KV cache of {} tokens in {} sequences takes {:.1f} MiB with {}, and this machine has {:.1f} MiB of memory: "
              "lower -c or -np, or choose a recipe of fewer bits",
-             config.tokens_total, config.n_sequences, double(bytes.total()) / 1048576.0, label(config.recipe),
+             config.tokens_total, config.n_sequences, double(bytes) / 1048576.0, label(config.recipe),
              double(machine) / 1048576.0);
     }
 }
@@ -247,9 +247,17 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
             fail("--kv-memory is for one model, and a draft has a KV cache of its own: leave it out, -c and -np size both");
         }
         add_tables(config, model, *g.options);
-        require_memory(cache_bytes(config), config);
-        if (g.options->verify > 0) { require_memory(cache_bytes(Verify::exact_config(config)), config); }
+        auto cuda = CudaLayers::make(model, cparams, config, layers.owner, !model.hparams.no_alloc);
+        if (cuda && (g.options->verify > 0 || g.options->attention != "auto")) {
+            fail("{} is for attention on the CPU, and there are {}: add --no-kv-offload",
+                 g.options->verify > 0 ? "--kv-verify" : "--kv-attention", cuda->describe());
+        }
+        size_t elsewhere = 0;
+        for (const auto& [type, bytes] : cuda ? cuda->bytes() : std::map<ggml_backend_buffer_type_t, size_t>{}) { elsewhere += bytes; }
+        require_memory(cache_bytes(config).total() - elsewhere, config);
+        if (g.options->verify > 0) { require_memory(cache_bytes(Verify::exact_config(config)).total(), config); }
         std::string line = describe(config);
+        if (cuda) { line += ", " + cuda->describe(); }
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
         if (g.options->verify > 0) {
             line += fmt::format(", every {}th token checked against exact K and V, which takes {:.1f} MiB more", g.options->verify,
@@ -260,7 +268,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
             code_only(config, g.options->only_layer);
             line += fmt::format("; to measure it, layer {} alone is coded", g.options->only_layer);
         }
-        auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner),
+        auto memory = std::make_unique<TrackedMemory>(model, cparams, std::move(config), std::move(layers.owner), std::move(cuda),
                                                       attention_choice(g.options->attention), g.options->verify);
         if (!model.hparams.no_alloc) {
             const int64_t tokens = memory->bytes().tokens;

@@ -28,6 +28,7 @@ public:
     llama_memory_status get_status() const override { return status_; }
 
     bool has_attn() const override { return true; }
+    void build_attn_inp(const llm_graph_context& graph) const override { memory_->build_input(graph, ubatches_.empty()); }
     ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args) const override {
         return memory_->build_attn(graph, args);
     }
@@ -46,8 +47,9 @@ RowSource rows(const ggml_tensor* t) {
 }  // namespace
 
 Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
-               const AttentionChoice& attention, int verify)
-    : model_(model), cparams_(cparams), attention_(attention), owner_(std::move(owner)), planned_(cache_bytes(config)) {
+               std::unique_ptr<CudaLayers> cuda, const AttentionChoice& attention, int verify)
+    : model_(model), cparams_(cparams), attention_(attention), owner_(std::move(owner)), planned_(cache_bytes(config)), cuda_(std::move(cuda)) {
+    if (cuda_) { config.devices = cuda_->memories(); }
     if (model.hparams.no_alloc) { return; }
     begins_.resize(config.n_sequences);
     if (verify > 0) { verify_ = std::make_unique<Verify>(config, verify); }
@@ -140,7 +142,7 @@ bool Memory::apply(const llama_ubatch& ubatch) {
 }
 
 WorkingBytes Memory::working() const {
-    WorkingBytes bytes{.attention = work_.bytes()};
+    WorkingBytes bytes{.attention = work_.bytes() + (cuda_ ? cuda_->working_bytes() : 0)};
     for (const auto& node : nodes_) {
         for (const auto& head : node->maps.heads) { bytes.maps += (head.k.size() + head.v.size()) * sizeof(bf16); }
     }
@@ -189,6 +191,10 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
     return *nodes_.back();
 }
 
+void Memory::build_input(const llm_graph_context& graph, bool largest) {
+    if (cuda_) { cuda_->build_input(graph, cache_.get(), largest); }
+}
+
 ggml_tensor* Memory::build_attn(const llm_graph_context& graph, const llama_attn_args& args) {
     if (args.kq_b) { fail("layer {}: a bias on the attention logits is not supported by --kv; run without --kv", args.il); }
     if (cparams_.training) { fail("training is not supported by --kv; run without --kv"); }
@@ -199,6 +205,7 @@ ggml_tensor* Memory::build_attn(const llm_graph_context& graph, const llama_attn
             fail("layer {}: Q, K and V must be F32 rows, this model gives {}; run without --kv", args.il, ggml_type_name(t->type));
         }
     }
+    if (cuda_ && cuda_->has(args.il)) { return cuda_->build_attn(graph, args, cache_.get()); }
     LayerNode& node = layer_node(args);
     const int64_t dim_v = model_.hparams.n_embd_head_v(args.il);
 
@@ -392,7 +399,12 @@ llama_pos Memory::seq_pos_min(llama_seq_id id) const {
 llama_pos Memory::seq_pos_max(llama_seq_id id) const { return cache_ ? cache_->length(id) - 1 : -1; }
 
 std::map<ggml_backend_buffer_type_t, size_t> Memory::memory_breakdown() const {
-    return {{ggml_backend_cpu_buffer_type(), planned_.total()}};
+    std::map<ggml_backend_buffer_type_t, size_t> result;
+    if (cuda_) { result = cuda_->bytes(); }
+    size_t elsewhere = 0;
+    for (const auto& [type, bytes] : result) { elsewhere += bytes; }
+    result[ggml_backend_cpu_buffer_type()] += planned_.total() - elsewhere;
+    return result;
 }
 
 // --- state (slot files, the server's prompt cache, checkpoints)

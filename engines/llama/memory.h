@@ -4,11 +4,12 @@
 // ggml puts a barrier between two nodes, so `attend` sees everything that `store` wrote. Both run on all threads of the
 // engine's pool. Nothing in the graph depends on how full the cache is: graphs are reused from step to step with the
 // userdata they were built with, so userdata points at objects that the memory owns, and all that changes per step is set
-// in apply().
+// in apply(). Layers on a CUDA device have nodes of their own (cuda_layers.h).
 #pragma once
 
 #include "kv.h"
 
+#include "cuda_layers.h"
 #include "verify.h"
 
 #include "llama-cparams.h"
@@ -32,9 +33,9 @@ struct AttentionChoice {
 
 class Memory : public llama_memory_i {
 public:
-    // `verify`: as KvOptions has it.
+    // `cuda`: null if all layers are on the CPU. `verify`: as KvOptions has it.
     Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
-           const AttentionChoice& attention, int verify);
+           std::unique_ptr<CudaLayers> cuda, const AttentionChoice& attention, int verify);
     ~Memory() override;
 
     llama_memory_context_ptr init_batch(llama_batch_allocr& balloc, uint32_t n_ubatch, bool embd_all) override;
@@ -56,6 +57,8 @@ public:
 
     bool fits(const std::vector<llama_ubatch>& ubatches) const;
     bool apply(const llama_ubatch& ubatch);
+    // `largest`: the graph of no step, to see how large graphs become.
+    void build_input(const llm_graph_context& graph, bool largest);
     ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args);
 
     Cache& cache() { return *cache_; }
@@ -104,6 +107,7 @@ private:
     mutable std::mutex counting_;
     KvStatus status_;
     std::vector<char> begins_;  // by sequence: its prompt was not looked for yet
+    std::unique_ptr<CudaLayers> cuda_;  // before the cache, which has blocks in its memory
     std::unique_ptr<Cache> cache_;  // null in a dry run (memory fitting), which allocates nothing
     std::unique_ptr<Verify> verify_;
     std::vector<std::unique_ptr<LayerNode>> nodes_;

@@ -40,6 +40,7 @@ ContextPtr new_context(llama_model* model, const ContextOptions& options, const 
     params.kv_unified = options.n_sequences > 1;
     params.n_threads = params.n_threads_batch =
         options.n_threads > 0 ? options.n_threads : int(std::max(1u, std::thread::hardware_concurrency()));
+    params.offload_kqv = !kv || options.kv_offload;
     if (!kv) { params.type_k = params.type_v = options.stock_type; }
     params.cb_eval = options.observe;
     params.cb_eval_user_data = options.observer;

@@ -36,6 +36,7 @@ struct ContextOptions {
     int n_ubatch = 512;
     int n_threads = 0;  // 0: all cores
     int n_sequences = 1;  // they share n_ctx
+    bool kv_offload = false;  // crumb's cache lies where its layers are; otherwise on the CPU, where every recipe runs
     ggml_type stock_type = GGML_TYPE_F16;  // of llama.cpp's own cache
     ggml_backend_sched_eval_callback observe = nullptr;
     void* observer = nullptr;

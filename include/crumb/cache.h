@@ -55,11 +55,25 @@ struct CacheLayer {
     bool stores = true;  // false: the layer reads another layer's K and V, or has none
 };
 
+// Memory of a device, for the blocks of layers that attend there. Pointers are the device's. Calls come between steps, see
+// all that was queued on the device before them, and return when they are done; those that fail throw Error.
+class DeviceMemory {
+public:
+    virtual ~DeviceMemory() = default;
+    virtual std::byte* allocate(size_t bytes) = 0;  // zeros
+    virtual void free(std::byte* memory) = 0;
+    virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+    virtual void clear(std::byte* to, size_t bytes) = 0;
+    virtual void read(void* to, const std::byte* from, size_t bytes) = 0;         // to main memory
+    virtual void write(std::byte* to, const void* from, size_t bytes) = 0;        // from main memory
+};
+
 struct CacheConfig {
     Recipe recipe;
     std::vector<CacheLayer> layers;                  // by model layer
     std::vector<PageFormat> formats;                 // by model layer: pages of coded layers, which may differ
     std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers that are not coded
+    std::vector<DeviceMemory*> devices;              // by model layer, null: main memory; empty: all of them there
     int sink = 64;
     int recent = 256;
     PrefillRule prefill = PrefillRule::position;
@@ -91,6 +105,7 @@ struct CacheBytes {
     double effective_bits = 0;        // total() over the elements of the capacity
 };
 CacheBytes cache_bytes(const CacheConfig& config);
+std::vector<size_t> layer_bytes(const CacheConfig& config);  // the same by model layer
 
 struct CacheCounters {
     EncodeCounts encoded;
@@ -133,6 +148,38 @@ struct RowSource {
     size_t token_stride = 0;
     size_t head_stride = 0;
 };
+
+// A step as a device reads it: arrays in one piece of memory, in words of 32 bits. What it holds changes with every step, a
+// layout only with the numbers of things in it, so a device can replay a recorded step as long as the layout is the same.
+struct StepLayout {
+    int n_tiles = 0;        // of query rows, each of one sequence
+    int rows_per_tile = 1;  // 1, 2, 4 or 8
+    int n_stores = 0;       // rows of K and V that are written
+    int n_jobs = 0;         // pages that are encoded, or less: the others have no source
+    int n_sequences = 0;
+    size_t ids_stride = 0;  // block ids of a sequence
+    std::vector<size_t> rows;               // by distinct window: QueryRow [n_tiles][rows_per_tile]; token 0xffffffff: none
+    size_t stores = 0, window_stores = 0;   // StoreRow [n_stores], into exact blocks and sliding-window blocks
+    size_t jobs = 0;                        // EncodeBlock [n_jobs]
+    size_t coded_ids = 0, exact_ids = 0, window_ids = 0;  // [n_sequences][ids_stride]
+    size_t words = 0;
+    bool operator==(const StepLayout&) const = default;
+};
+
+struct StoreRow {
+    uint32_t token;  // of the step
+    uint32_t block;  // kNoBlock: nothing to do
+    uint32_t row;
+};
+struct EncodeBlock {
+    uint32_t source = kNoBlock;  // exact block; kNoBlock: nothing to do
+    uint32_t target = kNoBlock;  // coded block
+    int32_t keep = 0;            // rows below are taken over from coded block `kept`
+    uint32_t kept = kNoBlock;
+};
+
+// Without a step: what one of `n_tokens` tokens of `n_sequences` sequences can have at most.
+StepLayout largest_layout(const CacheConfig& config, int n_tokens, int n_sequences);
 
 // All calls come from one thread, except store(), plan() and views().
 class Cache {
@@ -203,6 +250,13 @@ public:
     // view a sequence; what a view says is good until the next call that is not const.
     const AttentionPlan& plan(int layer) const;
     std::span<const SequenceView> views(int layer) const;
+
+    // The step for layers in the memory of a device, where store() and attention are the caller's. Pages of 64 tokens only.
+    StepLayout step_layout() const;
+    void write_step(const StepLayout& layout, std::span<uint32_t> words) const;
+    size_t plan_index(int layer) const;            // into StepLayout::rows
+    std::byte* coded_base(int layer) const;      // block 0, in the memory of the layer; null where there are none
+    std::byte* exact_base(int layer) const;      // of a sliding-window layer: its BF16 blocks
 
     // One sequence as bytes: header (version, identity of configuration and model), block records with checksums.
     // restore() parses and checks everything before it replaces what was there; throws Error and changes nothing

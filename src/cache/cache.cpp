@@ -47,9 +47,10 @@ void share(Pool& pool, const std::vector<uint32_t>& from, std::vector<uint32_t>&
 Cache::State::State(CacheConfig c, CacheShape shape)
     : config(std::move(c)),
       rules(config),
-      coded(std::move(shape.coded)),
-      exact(std::move(shape.exact)),
-      window(std::move(shape.window)) {
+      coded(std::move(shape.coded), config.devices),
+      exact(std::move(shape.exact), config.devices),
+      window(std::move(shape.window), config.devices) {
+    CRUMB_ASSERT(config.devices.empty() || config.devices.size() == config.layers.size());
     CRUMB_ASSERT(!config.recipe.coded() || config.tables.size() == config.layers.size());
     const std::vector<uint32_t> none(blocks_for(config.tokens_per_sequence), kNoBlock);
     sequences.resize(config.n_sequences);

@@ -16,7 +16,7 @@ size_t PoolShape::block_bytes() const {
     return bytes;
 }
 
-Pool::Pool(PoolShape shape)
+Pool::Pool(PoolShape shape, std::span<DeviceMemory* const> devices)
     : shape_(std::move(shape)),
       slabs_(shape_.slabs.size()),
       free_(shape_.n_blocks),
@@ -29,6 +29,11 @@ Pool::Pool(PoolShape shape)
     for (size_t layer = 0; layer < slabs_.size(); layer++) {
         const size_t bytes = free_.size() * shape_.slabs[layer].stride();
         if (bytes == 0) {
+            continue;
+        }
+        if (DeviceMemory* device = devices.empty() ? nullptr : devices[layer]) {
+            slabs_[layer] = Slab(device->allocate(bytes), Free{device});
+            allocated_ += bytes;
             continue;
         }
         slabs_[layer].reset(static_cast<std::byte*>(::operator new(bytes, kAlignment, std::nothrow)));
@@ -104,8 +109,23 @@ uint32_t Pool::find(const BlockName& name) const {
 }
 
 bool Pool::equal(uint32_t a, uint32_t b) const {
-    for (size_t layer = 0; layer < slabs_.size(); layer++) {
-        if (slabs_[layer] && std::memcmp(block(layer, a), block(layer, b), shape_.slabs[layer].stride()) != 0) {
+    std::vector<std::byte> one, other;
+    for (int layer = 0; layer < int(slabs_.size()); layer++) {
+        const size_t bytes = shape_.slabs[layer].stride();
+        if (!slabs_[layer]) {
+            continue;
+        }
+        if (!device(layer)) {
+            if (std::memcmp(block(layer, a), block(layer, b), bytes) != 0) {
+                return false;
+            }
+            continue;
+        }
+        one.resize(bytes);
+        other.resize(bytes);
+        read(layer, a, one.data());
+        read(layer, b, other.data());
+        if (one != other) {
             return false;
         }
     }
@@ -113,18 +133,42 @@ bool Pool::equal(uint32_t a, uint32_t b) const {
 }
 
 void Pool::copy(uint32_t from, uint32_t to) {
-    for (size_t layer = 0; layer < slabs_.size(); layer++) {
-        if (slabs_[layer]) {
-            std::memcpy(block(layer, to), block(layer, from), shape_.slabs[layer].stride());
+    for (int layer = 0; layer < int(slabs_.size()); layer++) {
+        const size_t bytes = shape_.slabs[layer].stride();
+        if (slabs_[layer] && device(layer)) {
+            device(layer)->copy(block(layer, to), block(layer, from), bytes);
+        } else if (slabs_[layer]) {
+            std::memcpy(block(layer, to), block(layer, from), bytes);
         }
     }
 }
 
 void Pool::clear(uint32_t id) {
-    for (size_t layer = 0; layer < slabs_.size(); layer++) {
-        if (slabs_[layer]) {
-            std::memset(block(layer, id), 0, shape_.slabs[layer].stride());
+    for (int layer = 0; layer < int(slabs_.size()); layer++) {
+        const size_t bytes = shape_.slabs[layer].stride();
+        if (slabs_[layer] && device(layer)) {
+            device(layer)->clear(block(layer, id), bytes);
+        } else if (slabs_[layer]) {
+            std::memset(block(layer, id), 0, bytes);
         }
+    }
+}
+
+void Pool::read(int layer, uint32_t id, std::byte* to) const {
+    const size_t bytes = shape_.slabs[layer].stride();
+    if (device(layer)) {
+        device(layer)->read(to, block(layer, id), bytes);
+    } else {
+        std::memcpy(to, block(layer, id), bytes);
+    }
+}
+
+void Pool::write(int layer, uint32_t id, const std::byte* from) {
+    const size_t bytes = shape_.slabs[layer].stride();
+    if (device(layer)) {
+        device(layer)->write(block(layer, id), from, bytes);
+    } else {
+        std::memcpy(block(layer, id), from, bytes);
     }
 }
 

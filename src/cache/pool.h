@@ -6,7 +6,7 @@
 // the others. A block in use is never evicted.
 #pragma once
 
-#include <crumb/attention.h>
+#include <crumb/cache.h>
 #include <crumb/page.h>
 
 #include <cstddef>
@@ -45,8 +45,8 @@ struct BlockName {
 
 class Pool {
   public:
-    // Throws Error that says what to type if there is not enough memory.
-    explicit Pool(PoolShape shape);
+    // `devices`: as CacheConfig has it. Throws Error that says what to type if there is not enough memory.
+    Pool(PoolShape shape, std::span<DeviceMemory* const> devices);
 
     const PoolShape& shape() const { return shape_; }
     size_t allocated() const { return allocated_; }
@@ -68,6 +68,7 @@ class Pool {
     uint32_t find(const BlockName& name) const;     // kNoBlock: there is none
     bool equal(uint32_t a, uint32_t b) const;
 
+    // Device pointers for a layer in the memory of a device; read() and write() take all of them.
     std::byte* base(int layer) const { return slabs_[layer].get(); }
     std::byte* block(int layer, uint32_t id) const { return base(layer) + id * shape_.slabs[layer].stride(); }
     std::byte* page(int layer, uint32_t id, int head) const {
@@ -75,15 +76,26 @@ class Pool {
     }
     void copy(uint32_t from, uint32_t to);
     void clear(uint32_t id);
+    void read(int layer, uint32_t id, std::byte* to) const;
+    void write(int layer, uint32_t id, const std::byte* from);
 
   private:
     static constexpr std::align_val_t kAlignment{4096};
     struct Free {
-        void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }
+        DeviceMemory* device = nullptr;
+        void operator()(std::byte* memory) const {
+            if (device) {
+                device->free(memory);
+            } else {
+                ::operator delete(memory, kAlignment);
+            }
+        }
     };
+    using Slab = std::unique_ptr<std::byte, Free>;
+    DeviceMemory* device(int layer) const { return slabs_[layer].get_deleter().device; }
 
     PoolShape shape_;
-    std::vector<std::unique_ptr<std::byte, Free>> slabs_;  // by model layer, null where there are no records
+    std::vector<Slab> slabs_;  // by model layer, null where there are no records
     size_t allocated_ = 0;
     std::vector<uint32_t> free_;        // a stack: what was used last is used first
     std::vector<uint32_t> references_;  // by block

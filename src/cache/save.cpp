@@ -230,12 +230,14 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
     const SlabShape& slab = pool.shape().slabs[layer];
     const PageFormat& format = slab.format;
     const std::vector<bf16> k(size_t(format.tokens * format.k.dim)), v(size_t(format.tokens * format.v.dim));
-    std::vector<std::byte> block(pool.block(layer, id), pool.block(layer, id) + slab.stride());
+    std::vector<std::byte> whole(slab.stride());
+    pool.read(layer, id, whole.data());
+    std::vector<std::byte> block = whole;
     for (int head = 0; head < slab.n_head_kv; head++) {
         std::byte* page = block.data() + size_t(head) * format.bytes();
         if (&pool == &state.coded) {
             encode_page(state.config.recipe, format, state.tables(layer, head), k, v, page, rows,
-                        pool.page(layer, id, head));
+                        whole.data() + size_t(head) * format.bytes());
             continue;
         }
         for (int t = rows; t < kPageTokens; t++) {
@@ -247,6 +249,7 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
 }
 
 void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint32_t id, int rows) {
+    std::vector<std::byte> block;
     for (int layer = 0; layer < int(pool.shape().slabs.size()); layer++) {
         const size_t bytes = pool.shape().slabs[layer].stride();
         if (bytes == 0) {
@@ -255,7 +258,9 @@ void write_block(Writer& out, const Cache::State& state, const Pool& pool, uint3
         if (rows < pool.shape().slabs[layer].format.tokens) {
             out.bytes(first_rows(state, pool, layer, id, rows).data(), bytes);
         } else {
-            out.bytes(pool.block(layer, id), bytes);
+            block.resize(bytes);
+            pool.read(layer, id, block.data());
+            out.bytes(block.data(), bytes);
         }
     }
     out.checksum();
@@ -281,7 +286,11 @@ class Landing {
         for (size_t i = 0; i < size(); i++) {
             if (pool.available() > 0) {
                 landed_.push_back(pool.take());
-                for_each_part([&](int layer, size_t bytes) { in.bytes(pool.block(layer, landed_.back()), bytes); });
+                for_each_part([&](int layer, size_t bytes) {
+                    block_.resize(bytes);
+                    in.bytes(block_.data(), bytes);
+                    pool.write(layer, landed_.back(), block_.data());
+                });
             } else {
                 std::vector<std::byte>& block = waiting_.emplace_back(pool.shape().block_bytes());
                 std::byte* at = block.data();
@@ -298,7 +307,7 @@ class Landing {
             landed_.push_back(pool.take());
             const std::byte* at = block.data();
             for_each_part([&](int layer, size_t bytes) {
-                std::memcpy(pool.block(layer, landed_.back()), std::exchange(at, at + bytes), bytes);
+                pool.write(layer, landed_.back(), std::exchange(at, at + bytes));
             });
         }
         for (size_t i = 0; i < size(); i++) {
@@ -319,6 +328,7 @@ class Landing {
 
     Contents contents_;
     std::vector<uint32_t> landed_;
+    std::vector<std::byte> block_;
     std::vector<std::vector<std::byte>> waiting_;
 };
 

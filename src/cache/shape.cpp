@@ -146,6 +146,17 @@ int64_t capacity_of(const CacheConfig& config, int64_t coded_blocks) {
     return std::min(n * longest, std::max<int64_t>(0, coded_blocks - n) * config.recipe.page_tokens + n * exact);
 }
 
+std::vector<size_t> layer_bytes(const CacheConfig& config) {
+    const CacheShape shape = shape_of(config);
+    std::vector<size_t> bytes(config.layers.size());
+    for (const PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
+        for (size_t i = 0; i < bytes.size(); i++) {
+            bytes[i] += size_t(pool->n_blocks) * pool->slabs[i].stride();
+        }
+    }
+    return bytes;
+}
+
 CacheBytes cache_bytes(const CacheConfig& config) {
     const CacheShape shape = shape_of(config);
     CacheBytes bytes{.coded = shape.coded.bytes(), .exact = shape.exact.bytes(), .window = shape.window.bytes()};

@@ -11,6 +11,7 @@
 // H200's peak, and as many instructions for the gain; it takes 1.5 ms. Tensor cores would add in an order of their own.
 #pragma once
 
+#include <crumb/attention.h>
 #include <crumb/recipe.h>
 #include <math.h>
 
@@ -28,6 +29,7 @@ inline constexpr int kChunkRows = 16;  // of the map, in shared memory at a time
 inline constexpr int kPitch = kPageTokens + 4;  // floats of a channel: 4 tokens of 8 channels lie in 32 banks
 
 // Block `source` of exact records becomes block `target` of pages; tokens below `keep` are taken over from block `kept`.
+// Without a source (kNoBlock) there is nothing to do: a recorded step has room for more jobs than most of its replays need.
 struct EncodeJob {
     u32 source, target;
     int keep;
@@ -125,6 +127,7 @@ class Encode {
         const int n_jobs = simt::n_blocks() / (2 * a.n_head_kv);  // jobs next to each other share a head's map
         const int side = simt::block() / n_jobs % 2, head = simt::block() / n_jobs / 2;
         const EncodeJob job = a.jobs[simt::block() % n_jobs];
+        if (job.source == kNoBlock) { return; }
         const u8* record = a.exact + job.source * a.exact_stride + head * a.exact_bytes;
         u8* page = a.coded + job.target * a.coded_stride + head * a.coded_bytes;
         const u8* kept = job.keep > 0 ? a.coded + job.kept * a.coded_stride + head * a.coded_bytes : nullptr;
