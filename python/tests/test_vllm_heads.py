@@ -53,11 +53,12 @@ def test_a_rank_computes_what_the_whole_layer_does_for_its_heads(layer, size):
         assert torch.equal(rows, out[:, mine])
 
 
-@pytest.mark.parametrize("n_head_kv", range(1, 9))
-@pytest.mark.parametrize("size", range(1, 9))
+# vLLM itself refuses the others.
+DIVISIBLE = [(n, size) for n in range(1, 9) for size in range(1, 9) if max(n, size) % min(n, size) == 0]
+
+
+@pytest.mark.parametrize("n_head_kv, size", DIVISIBLE)
 def test_every_head_is_somewhere(n_head_kv, size):
-    if max(n_head_kv, size) % min(n_head_kv, size):
-        pytest.skip("vLLM refuses it")
     heads = [head for rank in range(size) for first, n in [heads_of_rank(n_head_kv, rank, size)] for head in range(first, first + n)]
     assert heads == sorted(heads) and set(heads) == set(range(n_head_kv))
     assert len({heads.count(head) for head in range(n_head_kv)}) == 1
