@@ -151,6 +151,21 @@ TEST(Artefact, RefusesAnotherModelAndSaysWhatDiffers) {
     EXPECT_NE(error_of([&] { unknown.require({}); }), "no error");
 }
 
+TEST(Artefact, IsAdoptedByAnotherQuantisationAlone) {
+    const Artefact a = example();
+    EXPECT_EQ(a.adopted_by(a.provenance.model), a);
+    ModelIdentity other = a.provenance.model;
+    other.hash = "f32";
+    other.name = "the same in F32";
+    const Artefact b = a.adopted_by(other);
+    b.require(other);
+    EXPECT_EQ(b.layers, a.layers);
+    EXPECT_TRUE(contains(b.provenance.method, "measured with the weights " + a.provenance.model.hash)) << b.provenance.method;
+    EXPECT_NE(b.hash(), a.hash());
+    other.n_head_kv += 1;
+    EXPECT_TRUE(contains(error_of([&] { a.adopted_by(other); }), "a model of another shape"));
+}
+
 TEST(Artefact, NamesALayerThatItLacks) {
     const Artefact a = example();
     EXPECT_EQ(&a.layer(2), &a.layers.at(2));

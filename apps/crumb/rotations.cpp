@@ -13,7 +13,7 @@
 namespace crumb::app {
 
 int rotations(int argc, char** argv) {
-    CLI::App app{"OSCAR's rotation files and GGUF tensors, in and out of artefacts", "crumb rotations"};
+    CLI::App app{"Artefacts from and to OSCAR's rotation files, GGUF tensors, and other files of a model", "crumb rotations"};
     app.require_subcommand(1);
     std::filesystem::path model, artefact, k, v, from, output;
 
@@ -37,6 +37,11 @@ int rotations(int argc, char** argv) {
     extract->add_option("-m,--model", model, "the GGUF model that they are for, without them")->required();
     extract->add_option("--from", from, "GGUF with the rotations")->required();
     extract->add_option("-o,--output", output, "artefact (default: beside the model)");
+
+    auto* adopt = app.add_subcommand("adopt", "artefact of one quantisation of a model -> artefact of another");
+    adopt->add_option("-m,--model", model, "the GGUF model that shall have it: the same model, not a fine-tune")->required();
+    adopt->add_option("--artifact", artefact, "artefact of the other file")->required();
+    adopt->add_option("-o,--output", output, "artefact (default: beside the model)");
 
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     const auto identity = [&] {
@@ -67,7 +72,8 @@ int rotations(int argc, char** argv) {
         llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);
         std::printf("wrote %s\n", output.c_str());
     } else {
-        const Artefact result = llama::read_gguf_rotations(from, identity());
+        const Artefact result =
+            adopt->parsed() ? read_artefact(artefact).adopted_by(identity()) : llama::read_gguf_rotations(from, identity());
         write_artefact(result, beside(output));
         std::printf("wrote %s: %zu layers, hash %s\n", beside(output).c_str(), result.layers.size(), result.hash().c_str());
     }

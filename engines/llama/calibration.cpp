@@ -40,18 +40,25 @@ std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
     return text;
 }
 
-// Paragraphs as turns of chats, each of a few questions and answers, in the model's own template; empty if it has none that
-// llama.cpp knows. What the words say does not matter, the marks between them do: attention reads them in every chat.
+// Said once: the artefact names chats only if they were read.
+std::string without_chats(const char* why) {
+    std::fprintf(stderr, "chats: none are read, %s (--no-chat says no more of it)\n", why);
+    return {};
+}
+
+// Paragraphs as turns of chats, each of a few questions and answers, in the model's own template; empty if there can be none.
+// What the words say does not matter, the marks between them do: attention reads them in every chat.
 std::string as_chats(const llama_model* model, const std::string& text) {
     constexpr size_t kShortest = 80, kLongest = 1200, kTurns = 6;
     const char* chat_template = llama_model_chat_template(model, nullptr);
-    if (!chat_template) { return {}; }
+    if (!chat_template) { return without_chats("the model has no chat template"); }
     std::vector<std::string> paragraphs;
     for (size_t at = 0; at < text.size();) {
         const size_t end = std::min(text.find("\n\n", at), text.size());
         if (end - at >= kShortest && end - at <= kLongest) { paragraphs.push_back(text.substr(at, end - at)); }
         at = end + 2;
     }
+    if (paragraphs.size() < kTurns) { return without_chats("the first text has fewer than 6 paragraphs of 80 to 1,200 bytes"); }
     std::string chats;
     for (size_t first = 0; first + kTurns <= paragraphs.size(); first += kTurns) {
         std::vector<llama_chat_message> turns;
@@ -62,7 +69,7 @@ std::string as_chats(const llama_model* model, const std::string& text) {
         }
         std::string chat(room, '\0');
         const int n = llama_chat_apply_template(chat_template, turns.data(), turns.size(), false, chat.data(), int(room));
-        if (n < 0 || size_t(n) > room) { return {}; }
+        if (n < 0 || size_t(n) > room) { return without_chats("llama.cpp does not know the model's chat template"); }
         chats.append(chat, 0, size_t(n));
     }
     return chats;

@@ -176,6 +176,23 @@ void Artefact::require(const ModelIdentity& model) const {
         describe(made_for), describe(model), difference(made_for, model));
 }
 
+Artefact Artefact::adopted_by(const ModelIdentity& model) const {
+    ModelIdentity same = model;
+    same.name = provenance.model.name;
+    same.hash = provenance.model.hash;
+    if (!(same == provenance.model)) {
+        fail("the artefact is for a model of another shape. Artefact: {}; to adopt it: {}. {} Make one for that model: crumb calibrate "
+             "-m MODEL -o FILE",
+             describe(provenance.model), describe(model), difference(provenance.model, model));
+    }
+    Artefact result = *this;
+    if (model.hash != provenance.model.hash) {
+        result.provenance.method += fmt::format("; measured with the weights {} of '{}'", provenance.model.hash, provenance.model.name);
+        result.provenance.model = model;
+    }
+    return result;
+}
+
 bool Artefact::has_planes() const {
     return std::any_of(layers.begin(), layers.end(), [](const auto& entry) { return entry.second.k_planes.present(); });
 }
