@@ -5,8 +5,10 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from svg import COLOURS, Svg  # noqa: E402
+
 INFO = ["", "scale + zero", "16-bit gain", "8-bit gain"]
-COLOURS = ["#0b6e99", "#c4572b", "#4c8c2b", "#7d4fa3", "#a88a00", "#555555"]
 
 
 def rows(path):
@@ -76,25 +78,6 @@ def chunk_table(ours, opponents):
                  f"{row['tflops']:.0f}", f"{row['error']:.1e}"]
         cells += [f"{best['us']:.1f} ({best['kernel']})", f"{best['us'] / row['us']:.2f}"] if best else ["", ""]
         print("| " + " | ".join(cells) + " |")
-
-
-class Svg:
-    def __init__(self, width, height):
-        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-                      f'<rect width="{width}" height="{height}" fill="white"/>']
-
-    def text(self, x, y, text, anchor="start", colour="#222"):
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{text}</text>')
-
-    def line(self, points, colour="#ccc", width=1):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
-
-    def bar(self, x, y, width, height, colour):
-        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
-
-    def save(self, path):
-        path.write_text("\n".join(self.parts + ["</svg>"]) + "\n")
 
 
 def plot_speedup(ours, bf16, oscar, path):
