@@ -179,7 +179,7 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), n_blocks, kSink};
     const std::vector<HeadTables> head_tables = random_tables(format, shape.n_head_kv);
     std::vector<DeviceLayer> heads;
-    for (int i = 0; i < layers; i++) heads.push_back(put_tables(machine, head_tables));
+    for (int i = 0; i < layers; i++) heads.push_back(put_tables(machine, kernels[0], head_tables));
     std::normal_distribution<float> normal;
     std::vector<float> q(size_t(shape.batch()) * shape.n_head * format.k.dim);
     for (float& x : q) x = normal(random);
@@ -247,7 +247,7 @@ void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv,
     fill_pages(coded, size_t(n_blocks) * layers * n_head_kv, format);
     fill_exact(exact, windows * exact_stride * layers);
     const std::vector<HeadTables> head_tables = random_tables(format, n_head_kv);
-    const DeviceLayer heads = put_tables(machine, head_tables);
+    const DeviceLayer heads = put_tables(machine, kernels[0], head_tables);
     std::normal_distribution<float> normal;
     std::vector<float> q(size_t(n) * n_head * format.k.dim);
     for (float& x : q) x = normal(random);
@@ -257,7 +257,7 @@ void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv,
     data.q = machine.put(q), data.q_token_stride = size_t(n_head) * format.k.dim, data.q_head_stride = format.k.dim;
     data.out_stride = size_t(n_head) * format.v.dim;
     data.out = reinterpret_cast<float*>(raw(size_t(n) * data.out_stride * sizeof(float)));
-    const PrefillShape shape = {1, n, n_head, n_head_kv, multiprocessors(), size_t(n_blocks), format.k.dim};
+    const PrefillShape shape = {1, n, n_head, n_head_kv, multiprocessors(), size_t(n_blocks) + size_t(n / 64) + 4, format.k.dim};
     const StepTables tables = {machine.put(rows), machine.put(coded_ids), machine.put(exact_ids), size_t(n_blocks), kSink};
     std::byte* const memory = raw(prefill_workspace(shape).bytes);
     const PrefillLaunches& launches = prefill_launches();
@@ -323,9 +323,9 @@ void encode_row(const Recipe& recipe, const char* name, int n_blocks) {
     args.coded = static_cast<u8*>(machine.allocate(n_blocks * args.coded_stride));
     std::vector<EncodeJob> jobs;
     for (int b = 0; b < n_blocks; b++) jobs.push_back({u32(b), u32(n_blocks - 1 - b), 0, 0});
-    args.jobs = machine.put(jobs);
+    const EncodeJob* const device_jobs = machine.put(jobs);
     args.counts = machine.put(std::vector<EncodeCountsDevice>{{0, 0}});
-    const double us = median_us(8, [&](cudaStream_t s, int) { launch_encode(args, n_blocks, s); });
+    const double us = median_us(8, [&](cudaStream_t s, int) { launch_encode(args, device_jobs, n_blocks, s); });
     const double bytes = double(n_blocks) * double(args.exact_stride + args.coded_stride);
     std::printf("{\"bench\":\"encode\",\"recipe\":\"%s\",\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", name, 64 * n_blocks, us, bytes / us / 1e6);
     std::fprintf(stderr, "encode %s %6d tokens, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", name, 64 * n_blocks, us, bytes / us / 1e6);
@@ -374,7 +374,7 @@ int run(bool quick, const Shape* only) {
     require(cudaGetDeviceProperties(&device, 0), "device");
     std::printf("{\"bench\":\"roof\",\"device\":\"%s\",\"tbs\":%.3f}\n", device.name, roof);
     std::fprintf(stderr, "%s, read roof %.2f TB/s\n", device.name, roof);
-    for (const std::vector<Kernels>& kernels : all_kernels()) {
+    for (const std::vector<Kernels>& kernels : kernels_by_format()) {
         for (const Shape& shape : only ? std::vector{*only} : shapes_of(kernels[0].format, quick)) decode_row(kernels, shape, roof);
     }
     if (only) return 0;
@@ -405,11 +405,11 @@ int main(int argc, char** argv) {
     if (argc == 3 && std::strcmp(argv[1], "--chunk") == 0) {
         int heads = 0, kv = 0, rows = 0, depth = 0;
         if (std::sscanf(argv[2], "%d/%d,%d,%d", &heads, &kv, &rows, &depth) != 4) return 2;
-        for (const std::vector<Kernels>& kernels : all_kernels()) prefill_row(kernels, heads, kv, rows, depth);
+        for (const std::vector<Kernels>& kernels : kernels_by_format()) prefill_row(kernels, heads, kv, rows, depth);
         return 0;
     }
     if (argc > 1 && std::strcmp(argv[1], "--prefill") == 0) {
-        for (const std::vector<Kernels>& kernels : all_kernels()) prefill_rows(kernels);
+        for (const std::vector<Kernels>& kernels : kernels_by_format()) prefill_rows(kernels);
         return 0;
     }
     return run(argc > 1 && std::strcmp(argv[1], "--quick") == 0, nullptr);

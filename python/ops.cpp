@@ -161,7 +161,8 @@ crumb_step step_of(const Place& place, const Tensor& rows, const Tensor& coded_i
             int(multiprocessors),
             workspace.mutable_data_ptr(),
             size_t(workspace.numel()),
-            threads()};
+            threads(),
+            0};
 }
 
 // What rows point to: tokens of q, blocks of the tables.
@@ -222,7 +223,8 @@ void encode(int64_t layer, const Tensor& jobs, const Tensor& exact, Tensor& code
                                       size_t(coded.stride(0)),
                                       tables_of(place, tables),
                                       reinterpret_cast<crumb_encode_counts*>(counts.mutable_data_ptr()),
-                                      threads()};
+                                      threads(),
+            0};
     require(crumb_encode(layer_of(layer), &batch, place.stream()));
 }
 

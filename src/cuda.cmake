@@ -27,8 +27,7 @@ foreach(file ${instances})
 endforeach()
 file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/generated/cuda_instances.inc CONTENT "${list}")
 
-add_library(crumb_cuda STATIC ${instances} src/attention/cuda/registry.cu src/attention/cuda/prefill.cu src/recipe/cuda/append.cu
-            src/cache/cuda/rows.cu)
+add_library(crumb_cuda STATIC ${instances} src/attention/cuda/registry.cu src/attention/cuda/prefill.cu src/recipe/cuda/append.cu)
 target_include_directories(crumb_cuda PRIVATE src ${PROJECT_BINARY_DIR}/generated)
 target_compile_options(crumb_cuda PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -fmad=false -Xcompiler=-ffp-contract=off>)

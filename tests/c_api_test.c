@@ -111,7 +111,7 @@ int main(void) {
     EXPECT(counts.nonfinite == 0 && counts.saturated == 0);
 
     crumb_row row = {0, 0, kTokens - 1, 0, 0, kTokens};
-    crumb_step step = {CRUMB_CPU, 1, 1, &row, ids, ids, 1, kBlocks, 0, 1, NULL, 0, NULL};
+    crumb_step step = {CRUMB_CPU, 1, 1, &row, ids, ids, 1, kBlocks, 0, 1, NULL, 0, NULL, 0};
     const crumb_io io = {coded, coded_bytes, exact, exact_bytes, NULL, NULL, &q[0][0], kHeads * kDim, kDim, &out[0][0],
                          kHeads * kDim};
     size_t workspace = 1;

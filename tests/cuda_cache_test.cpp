@@ -5,8 +5,10 @@
 
 #include <map>
 #include <random>
+#include <set>
+#include <tuple>
 
-#include "cache/cuda/rows.h"
+#include "attention/cuda/rows.h"
 #include "cache_model.h"
 #include "cuda/emulator.h"
 
@@ -83,9 +85,8 @@ void device_step(Cache& cache, const std::vector<StepToken>& tokens) {
             .exact = reinterpret_cast<cuda::u8*>(cache.exact_base(layer)),
             .exact_stride = size_t(shape.n_head_kv) * bf16_format(shape.dim_k, shape.dim_v).bytes()};
         const int per_block = cuda::stores_per_block(layout.n_stores);
-        simt::emulate({(layout.n_stores + per_block - 1) / per_block * shape.n_head_kv, cuda::kRowThreads,
-                       cuda::row_shared_bytes(shape.dim_k, per_block)},
-                      [&](std::byte* shared) { cuda::store_f32_rows(args, per_block, shared); });
+        simt::emulate({cuda::row_blocks(args), cuda::kRowThreads, cuda::row_shared_bytes(shape.dim_k, per_block)},
+                      [&](std::byte* shared) { cuda::store_f32_rows(args, per_block, simt::block(), shared); });
         for (int j = 0; j < layout.n_jobs && !windowed; j++) {
             const EncodeBlock& job = reinterpret_cast<const EncodeBlock*>(&words[layout.jobs])[j];
             if (job.source != kNoBlock) encode(cache, layer, job);
@@ -98,19 +99,27 @@ void expect_rows(const Cache& cache, int layer) {
     const StepLayout layout = cache.step_layout();
     std::vector<uint32_t> words(layout.words);
     cache.write_step(layout, words);
-    const auto* rows = reinterpret_cast<const QueryRow*>(&words[layout.rows[cache.plan_index(layer)]]);
-    size_t n = 0;
-    for (int tile = 0; tile < layout.n_tiles; tile++) {
-        for (int i = 0; i < layout.rows_per_tile; i++) {
-            const QueryRow& got = rows[tile * layout.rows_per_tile + i];
-            if (got.token == 0xffffffff) continue;
-            const QueryRow& want = cache.plan(layer).rows()[n++];
-            EXPECT_EQ(std::tie(got.sequence, got.token, got.position, got.begin, got.coded_end, got.end),
-                      std::tie(want.sequence, want.token, want.position, want.begin, want.coded_end, want.end));
-            EXPECT_EQ(got.sequence, rows[tile * layout.rows_per_tile].sequence);
-        }
+    const auto fields = [](const QueryRow& r) { return std::tuple(r.sequence, r.position, r.token, r.begin, r.coded_end, r.end); };
+    std::set<decltype(fields({}))> got, want;
+    std::map<uint32_t, int> rows_of_sequence;
+    for (const QueryRow& row : cache.plan(layer).rows()) {
+        want.insert(fields(row));
+        rows_of_sequence[row.sequence]++;
     }
-    EXPECT_EQ(n, cache.plan(layer).rows().size());
+    const auto look = [&](size_t at, int n, int rows_each, bool chunks) {
+        const auto* rows = reinterpret_cast<const QueryRow*>(words.data() + at);
+        for (int i = 0; i < n * rows_each; i++) {
+            if (rows[i].token == 0xffffffff) continue;
+            EXPECT_TRUE(got.insert(fields(rows[i])).second);
+            EXPECT_EQ(rows[i].sequence, rows[i / rows_each * rows_each].sequence);
+            EXPECT_EQ(chunks, cache.config().chunk_rows > 0 && rows_of_sequence[rows[i].sequence] >= cache.config().chunk_rows);
+            const int coded = (rows[i].coded_end + 63) / 64, all = (rows[i].end + 63) / 64;
+            if (chunks) { EXPECT_LE(std::max(coded, all), layout.chunk_blocks); }
+        }
+    };
+    look(layout.rows[cache.plan_index(layer)], layout.n_tiles, layout.rows_per_tile, false);
+    look(layout.chunk_rows[cache.plan_index(layer)], layout.n_chunks, layout.rows_per_chunk, true);
+    EXPECT_EQ(got, want);
 }
 
 }  // namespace
@@ -123,6 +132,7 @@ TEST(CudaCache, TheSameStepsLeaveTheSameBytes) {
             CacheConfig config = config_of(scenario);
             Cache host(config);
             config.devices.assign(config.layers.size(), &device);
+            config.chunk_rows = window == 0 ? 0 : 40;
             Cache there(config);
             std::mt19937 random(7);
             Token next = 0;
@@ -177,5 +187,6 @@ TEST(CudaCache, ADecodeStepKeepsItsLayout) {
     for (int i = 131; i < 300; i++) {
         ASSERT_TRUE(step(cache, run_of(0, Token(i), 1)));
         EXPECT_EQ(cache.step_layout(), first);
+        EXPECT_TRUE(cache.step_layout().encodes_first);
     }
 }

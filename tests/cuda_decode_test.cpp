@@ -14,6 +14,7 @@ constexpr PageFormat format(int dim, int planes_k, int planes_v, SideInfo info, 
 
 constexpr PageFormat kScaleZero = format(64, 64, 64, SideInfo::scale_zero, false);
 constexpr PageFormat kTails = format(64, 96, 32, SideInfo::gain8, true);
+constexpr KernelFormat kAny = {{64, 128, SideInfo::gain8, true}, {64, 128, SideInfo::gain8, true}, true};
 constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
 
 class CudaDecode : public testing::Test {
@@ -42,6 +43,28 @@ TEST_F(CudaDecode, OddPlanesByteGainsAndPageMeans) {
     cases.step.blocks = 3;
     cases.same_bits({1000, 30}, {2});
     cases.bounds();
+}
+
+// One kernel, all counts of planes; page means on either side, on one or on none.
+TEST_F(CudaDecode, AnyPlanes) {
+    const Kernels compiled[] = {emulated_kernels<kAny, 1>(), emulated_kernels<kAny, 2>()};
+    for (const int k : {32, 64, 96, 128}) {
+        for (const int v : {32, 64, 96, 128}) {
+            PageFormat f = format(64, k, v, SideInfo::gain8, true);
+            f.k.mean = k != 96 || v == 96, f.v.mean = v % 64 == 0 && k != v;
+            ASSERT_TRUE(compiled[0].compiled.takes(f));
+            const Kernels kernels[] = {fitted(compiled[0], f), fitted(compiled[1], f)};
+            Cases cases(machine, kernels);
+            cases.ends(4, 2, {410, 65}, 1, 1.0f, true);
+            if (k == 96) { cases.ends(12, 2, {300}, 1, 2.0f, true); }
+            if (k + v == 160) {
+                cases.step.blocks = 30;
+                cases.ends(4, 2, {700}, 1, 1.0f, true);
+            }
+        }
+    }
+    EXPECT_FALSE(compiled[0].compiled.takes(format(64, 160, 32, SideInfo::gain8, true)));
+    EXPECT_FALSE(compiled[0].compiled.takes(format(64, 64, 32, SideInfo::gain16, true)));
 }
 
 TEST_F(CudaDecode, MorePlanesOfKeysThanOfValues) {

@@ -9,16 +9,30 @@ namespace crumb::cuda {
 
 namespace {
 
-void emulated_encode(const EncodeArgs& args, int n_jobs, Stream) {
-    const size_t shared = encode_shared_bytes(std::max(args.k.format.dim, args.v.format.dim),
-                                              std::max(args.k.format.planes, args.v.format.planes));
-    simt::emulate({2 * args.n_head_kv * n_jobs, kEncodeThreads, shared, emulated_seed++},
-                  [&](std::byte* memory) { Encode::run(args, memory); });
+void emulated_encode(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream) {
+    simt::emulate({2 * args.n_head_kv * n_jobs, kEncodeThreads, encode_shared_bytes(args), emulated_seed++},
+                  [&](std::byte* memory) { Encode::run(args, jobs, memory); });
+}
+
+// As the second of three layers; others have no KV heads. Jobs without a source come last.
+void emulated_layers(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream) {
+    EncodeArgs layers[3] = {args, args, args};
+    layers[0].n_head_kv = layers[2].n_head_kv = 0;
+    std::vector<EncodeJob> padded(jobs, jobs + n_jobs);
+    padded.resize(padded.size() + 2, EncodeJob{kNoBlock, kNoBlock, 0, kNoBlock});
+    const int most_heads = args.n_head_kv + 1, slots = 4;
+    simt::emulate({3 * 2 * most_heads * slots, kEncodeThreads, encode_shared_bytes(args), emulated_seed++},
+                  [&](std::byte* memory) { Encode::run_layers(layers, most_heads, slots, padded.data(), int(padded.size()), memory); });
 }
 
 TEST(CudaEncode, BytesAreThoseOfTheCpu) {
     EmulatedMachine machine;
     for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode, recipe, 64, 64, kAllRows);
+}
+
+TEST(CudaEncode, ManyLayersInOneLaunch) {
+    EmulatedMachine machine;
+    for (const char* name : {"had2", "quarot:paper"}) expect_same_pages(machine, emulated_layers, find_recipe(name), 64, 64, kAllRows);
 }
 
 TEST(CudaEncode, OtherHeadSizes) {

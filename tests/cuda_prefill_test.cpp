@@ -14,6 +14,7 @@ constexpr PageFormat format(int dim, int planes_k, int planes_v, SideInfo info, 
 
 constexpr PageFormat kScaleZero = format(64, 64, 64, SideInfo::scale_zero, false);
 constexpr PageFormat kTails = format(64, 96, 32, SideInfo::gain8, true);
+constexpr KernelFormat kAny = {{64, 128, SideInfo::gain8, true}, {64, 128, SideInfo::gain8, true}, true};
 constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
 
 class CudaPrefill : public testing::Test {
@@ -38,6 +39,17 @@ TEST_F(CudaPrefill, OddPlanesByteGainsAndPageMeans) {
     const Kernels kernels[] = {emulated_kernels<kTails, 1>()};
     Cases cases = cases_of(kernels);
     cases.chunks(2, 1, {{420, 70}}, 1.0f, true);
+}
+
+TEST_F(CudaPrefill, AnyPlanes) {
+    const Kernels compiled = emulated_kernels<kAny, 1>();
+    for (const auto& [k, v] : {std::pair(32, 96), {64, 128}, {96, 32}, {128, 64}}) {
+        PageFormat f = format(64, k, v, SideInfo::gain8, true);
+        f.v.mean = k < v;
+        const Kernels kernels[] = {fitted(compiled, f)};
+        Cases cases = cases_of(kernels);
+        cases.chunks(2, 1, {{330, 30}}, 1.0f, true);
+    }
 }
 
 TEST_F(CudaPrefill, MorePlanesOfKeysThanOfValues) {

@@ -11,17 +11,18 @@
 #include <set>
 #include <utility>
 
-#include "attention/cuda/registry.h"
-#include "cache/cuda/launch.h"
-#include "capi/layer.h"
+#include "capi/cuda.h"
 #include "ggml-cuda.h"
-#include "recipe/cuda/launch.h"
 
 namespace crumb::llama {
 
 namespace {
 
-static_assert(sizeof(EncodeBlock) == sizeof(crumb_encode_job) && sizeof(QueryRow) == sizeof(crumb_row));
+static_assert(sizeof(EncodeBlock) == sizeof(crumb_encode_job) && sizeof(EncodeBlock) == sizeof(cuda::EncodeJob) &&
+              sizeof(QueryRow) == sizeof(crumb_row));
+
+// Of a step: from here on the kernel for chunks is faster than tiles of 8 rows, behind short contexts and long ones.
+constexpr int kChunkRows = 128;
 
 constexpr const char* kRemedy = "keep the KV cache on the CPU with --no-kv-offload";
 
@@ -106,17 +107,18 @@ NodeParams params_of(const ggml_tensor* node) {
 // The function of all nodes here, by which they are known. The scheduler has no reason to run one.
 void on_device_only(ggml_tensor*, int, int, void*) { GGML_ABORT("crumb: a node of a CUDA device came to the CPU"); }
 
-// Layers that share a plan: same format, heads and window.
+// Layers that share a plan: same kernels, heads and window.
 struct Kind {
-    PageFormat format;
+    cuda::KernelFormat kernels;
     int n_head, n_head_kv, window;
     bool operator==(const Kind&) const = default;
 };
 
-// Working memory of a kind on a device, as large as the largest step so far.
+// Working memory of a kind, or of all chunks, on a device, as large as the largest step so far.
 struct Workspace {
     std::byte* memory = nullptr;
     size_t bytes = 0;
+    bool operator==(const Workspace&) const = default;
 };
 
 struct Device {
@@ -126,12 +128,15 @@ struct Device {
     std::unique_ptr<CudaMemory> memory;
     std::vector<Kind> kinds;
     std::vector<Workspace> workspaces;  // by kind
+    Workspace chunks;
     crumb_encode_counts* counts = nullptr;
+    cuda::EncodeLayers encoders;  // of all coded layers, once the cache is there
     std::vector<std::byte*> owned;
 
     ~Device() {
         if (!memory) { return; }
         for (const auto& workspace : workspaces) { if (workspace.memory) { memory->free(workspace.memory); } }
+        if (chunks.memory) { memory->free(chunks.memory); }
         for (std::byte* piece : owned) { memory->free(piece); }
     }
 };
@@ -151,12 +156,14 @@ struct Layer {
 struct Node {
     const Layer* layer;
     std::shared_ptr<const StepLayout> layout;
-    Workspace workspace;
-    bool stores;
-    bool plans;
+    Workspace workspace, chunks;
+    bool stores;   // it has K and V
+    bool begins;   // the first of its device: it encodes for all layers, if that can be done so early
+    bool plans;    // the first of its kind
     int sink;
     size_t plan;  // index of its rows
     std::byte *coded, *exact;
+    bool operator==(const Node&) const = default;
 };
 
 const capi::Backend& kernels() {
@@ -165,64 +172,92 @@ const capi::Backend& kernels() {
     return *backend;
 }
 
-const uint32_t* words_of(const ggml_tensor* node) {
-    for (int i = 0; i < GGML_MAX_SRC && node->src[i]; ++i) {
-        if (node->src[i]->type == GGML_TYPE_I32 && node->src[i]->op == GGML_OP_NONE) {
-            return static_cast<const uint32_t*>(node->src[i]->data);
-        }
-    }
-    GGML_ABORT("crumb: a node without its step");
+crumb_encode_batch batch_of(const Layer& layer, const StepLayout& layout, const uint32_t* words, std::byte* coded, const std::byte* exact) {
+    return {.backend = CRUMB_CUDA, .n_jobs = layout.n_jobs,
+            .jobs = words ? reinterpret_cast<const crumb_encode_job*>(words + layout.jobs) : nullptr, .exact = exact,
+            .exact_stride = layer.exact_stride, .coded = coded, .coded_stride = layer.coded_stride,
+            .tables = layer.tables, .counts = layer.device->counts, .threads = nullptr};
 }
 
-void launch_store(const Node& node, const ggml_tensor* tensor, void* stream) {
+// K and V of the step, sources `first` and `first + 1` of the node.
+cuda::RowArgs rows_of(const Node& node, const ggml_tensor* tensor, int first, const uint32_t* words) {
     const Layer& layer = *node.layer;
     const StepLayout& layout = *node.layout;
-    const uint32_t* words = words_of(tensor);
-    const ggml_tensor *k = tensor->src[0], *v = tensor->src[1];
+    const ggml_tensor *k = tensor->src[first], *v = tensor->src[first + 1];
     const auto floats = [](size_t bytes) { return bytes / sizeof(float); };
-    cuda::launch_rows({.k = static_cast<const float*>(k->data), .v = static_cast<const float*>(v->data),
-                       .k_token_stride = floats(k->nb[2]), .k_head_stride = floats(k->nb[1]),
-                       .v_token_stride = floats(v->nb[2]), .v_head_stride = floats(v->nb[1]),
-                       .stores = reinterpret_cast<const StoreRow*>(words + (layer.windowed ? layout.window_stores : layout.stores)),
-                       .n_stores = layout.n_stores, .dim_k = layer.shape.format.k.dim, .dim_v = layer.shape.format.v.dim,
-                       .n_head_kv = layer.shape.n_head_kv, .exact = reinterpret_cast<cuda::u8*>(node.exact),
-                       .exact_stride = layer.exact_stride},
-                      stream);
-    require(cudaGetLastError(), "rows");
-    if (layer.windowed) { return; }
-    kernels().encode(layer.shape,
-                     {.backend = CRUMB_CUDA, .n_jobs = layout.n_jobs,
-                      .jobs = reinterpret_cast<const crumb_encode_job*>(words + layout.jobs), .exact = node.exact,
-                      .exact_stride = layer.exact_stride, .coded = node.coded, .coded_stride = layer.coded_stride,
-                      .tables = layer.tables, .counts = layer.device->counts, .threads = nullptr},
-                     stream);
+    return {.k = static_cast<const float*>(k->data), .v = static_cast<const float*>(v->data),
+            .k_token_stride = floats(k->nb[2]), .k_head_stride = floats(k->nb[1]),
+            .v_token_stride = floats(v->nb[2]), .v_head_stride = floats(v->nb[1]),
+            .stores = reinterpret_cast<const StoreRow*>(words + (layer.windowed ? layout.window_stores : layout.stores)),
+            .n_stores = layout.n_stores, .dim_k = layer.shape.format.k.dim, .dim_v = layer.shape.format.v.dim,
+            .n_head_kv = layer.shape.n_head_kv, .exact = reinterpret_cast<cuda::u8*>(node.exact),
+            .exact_stride = layer.exact_stride};
 }
 
-crumb_step step_of(const Node& node, const uint32_t* words) {
+crumb_step tiles_of(const StepLayout& layout, const Device& device) {
+    crumb_step step = {};
+    step.backend = CRUMB_CUDA;
+    step.n_tiles = layout.n_tiles, step.rows_per_tile = layout.rows_per_tile;
+    step.multiprocessors = device.multiprocessors;
+    return step;
+}
+
+crumb_step chunks_of(const StepLayout& layout, const Device& device) {
+    crumb_step step = tiles_of(layout, device);
+    step.n_tiles = layout.n_chunks, step.rows_per_tile = layout.rows_per_chunk, step.chunk_blocks = size_t(layout.chunk_blocks);
+    return step;
+}
+
+void point(crumb_step& step, const Node& node, const uint32_t* words, const std::vector<size_t>& rows, const Workspace& workspace) {
     const StepLayout& layout = *node.layout;
-    return {.backend = CRUMB_CUDA, .n_tiles = layout.n_tiles, .rows_per_tile = layout.rows_per_tile,
-            .rows = reinterpret_cast<const crumb_row*>(words + layout.rows[node.plan]), .coded_ids = words + layout.coded_ids,
-            .exact_ids = words + (node.layer->windowed ? layout.window_ids : layout.exact_ids),
-            .n_sequences = size_t(layout.n_sequences), .ids_stride = layout.ids_stride, .sink = node.sink,
-            .multiprocessors = node.layer->device->multiprocessors, .workspace = node.workspace.memory,
-            .workspace_bytes = node.workspace.bytes, .threads = nullptr};
+    step.rows = reinterpret_cast<const crumb_row*>(words + rows[node.plan]);
+    step.coded_ids = words + layout.coded_ids;
+    step.exact_ids = words + (node.layer->windowed ? layout.window_ids : layout.exact_ids);
+    step.n_sequences = size_t(layout.n_sequences), step.ids_stride = layout.ids_stride;
+    step.sink = node.sink;
+    step.workspace = workspace.memory, step.workspace_bytes = workspace.bytes;
 }
 
-void launch_attend(const Node& node, ggml_tensor* tensor, void* stream) {
+// Sources of a node: q, words, then k and v if it stores, then the sinks if there are any.
+constexpr int kWords = 1, kFirstRow = 2;
+
+void launch_node(const Node& node, ggml_tensor* tensor, void* stream) {
     const Layer& layer = *node.layer;
-    const crumb_step step = step_of(node, words_of(tensor));
-    const float* sinks = nullptr;
-    for (int i = 1; i < GGML_MAX_SRC && tensor->src[i]; ++i) {
-        if (tensor->src[i]->type == GGML_TYPE_F32) { sinks = static_cast<const float*>(tensor->src[i]->data); }
+    const StepLayout& layout = *node.layout;
+    const uint32_t* words = static_cast<const uint32_t*>(tensor->src[kWords]->data);
+    const auto* jobs = reinterpret_cast<const cuda::EncodeJob*>(words + layout.jobs);
+    if (node.begins && layout.encodes_first) { cuda::launch_encode_layers(layer.device->encoders, jobs, layout.n_jobs, stream); }
+
+    cuda::RowArgs rows;
+    if (node.stores) { rows = rows_of(node, tensor, kFirstRow, words); }
+    const bool encodes_now = node.stores && !layer.windowed && !layout.encodes_first;
+    if (encodes_now || layout.n_tiles == 0 || !cuda::few_rows(rows.n_stores)) {
+        cuda::launch_rows(rows, stream);
+        require(cudaGetLastError(), "rows");
+        rows.n_stores = 0;
     }
+    if (encodes_now) { kernels().encode(layer.shape, batch_of(layer, layout, words, node.coded, node.exact), stream); }
+
     const ggml_tensor* q = tensor->src[0];
-    if (node.plans) { kernels().plan(layer.shape, step, stream); }
+    const ggml_tensor* sinks = tensor->src[kFirstRow + (node.stores ? 2 : 0)];
     const crumb_io io = {.coded = node.coded, .coded_stride = layer.coded_stride, .exact = node.exact,
-                         .exact_stride = layer.exact_stride, .tables = layer.tables, .sinks = sinks,
+                         .exact_stride = layer.exact_stride, .tables = layer.tables,
+                         .sinks = sinks ? static_cast<const float*>(sinks->data) : nullptr,
                          .q = static_cast<const float*>(q->data), .q_token_stride = q->nb[2] / sizeof(float),
                          .q_head_stride = q->nb[1] / sizeof(float), .out = static_cast<float*>(tensor->data),
                          .out_stride = tensor->nb[1] / sizeof(float)};
-    kernels().attend(layer.shape, step, io, stream);
+    if (layout.n_tiles > 0) {
+        crumb_step step = tiles_of(layout, *layer.device);
+        point(step, node, words, layout.rows, node.workspace);
+        if (node.plans) { kernels().plan(layer.shape, step, stream); }
+        capi::attend_storing(layer.shape, step, io, rows, stream);
+    }
+    if (layout.n_chunks > 0) {  // their memory is that of all kinds: the plan, a small part, is made for each layer
+        crumb_step step = chunks_of(layout, *layer.device);
+        point(step, node, words, layout.chunk_rows, node.chunks);
+        kernels().plan(layer.shape, step, stream);
+        kernels().attend(layer.shape, step, io, stream);
+    }
 }
 
 bool supports(int device, const ggml_tensor* op) {
@@ -233,12 +268,7 @@ bool supports(int device, const ggml_tensor* op) {
 // Nothing above catches: whatever a launch could refuse was tried when the layers were made.
 void launch(int, ggml_tensor* tensor, void* stream) {
     try {
-        const Node& node = *static_cast<const Node*>(params_of(tensor).userdata);
-        if (node.stores) {
-            launch_store(node, tensor, stream);
-        } else {
-            launch_attend(node, tensor, stream);
-        }
+        launch_node(*static_cast<const Node*>(params_of(tensor).userdata), tensor, stream);
     } catch (const std::exception& e) {
         GGML_ABORT("crumb: %s", e.what());
     }
@@ -277,6 +307,7 @@ public:
     Cuda(const llama_model& model, const CacheConfig& config, const std::vector<int>& owner, bool allocate)
         : config_(config), allocate_(allocate), layers_(owner.size()) {
         config_.tables.clear();
+        config_.chunk_rows = kChunkRows;
         for (size_t il = 0; il < owner.size(); ++il) {
             if (owner[il] < 0) { continue; }
             ggml_backend_dev_t handle = model.dev_layer(int(il));
@@ -302,6 +333,7 @@ public:
     }
 
     bool has(int layer) const override { return layers_.at(layer).device; }
+    int chunk_rows() const override { return config_.chunk_rows; }
 
     std::vector<DeviceMemory*> memories() const override {
         std::vector<DeviceMemory*> result;
@@ -322,6 +354,7 @@ public:
         size_t bytes = 0;
         for (const auto& device : devices_) {
             for (const auto& workspace : device->workspaces) { bytes += workspace.bytes; }
+            bytes += device->chunks.bytes;
         }
         return bytes;
     }
@@ -347,29 +380,29 @@ public:
         graph.cb(words_, "kv_step", -1);
         graph.res->add_input(std::make_unique<StepInput>(words_, layout_, guess ? nullptr : cache));
         planned_.clear();
-        for (const auto& device : devices_) { make_room(*device); }
+        begun_.clear();
+        for (const auto& device : devices_) {
+            make_room(*device);
+            if (cache && !device->encoders.args) { list_encoders(*device, *cache); }
+        }
     }
 
     ggml_tensor* build_attn(const llm_graph_context& graph, const llama_attn_args& args, const Cache* cache) override {
         Layer& layer = layers_.at(args.il);
         CRUMB_ASSERT(words_ && (layer.shape.scale == 0.0f || layer.shape.scale == args.kq_scale));
         layer.shape.scale = args.kq_scale;
-        ggml_tensor* inputs[4] = {args.q, words_};
-        int n = 2;
-        if (args.k && args.v) {
-            ggml_tensor* kv[3] = {args.k, args.v, words_};
-            ggml_tensor* stored = ggml_custom_4d(graph.ctx0, GGML_TYPE_I32, 1, 1, 1, 1, kv, 3, on_device_only, 1,
-                                                 node(args.il, true, false, cache));
-            place(graph, stored, layer);
-            graph.cb(stored, "kv_stored", args.il);
-            ggml_build_forward_expand(graph.gf, stored);
-            inputs[n++] = stored;
-        }
+        ggml_tensor* inputs[5] = {args.q, words_};
+        int n = kFirstRow;
+        const bool stores = args.k && args.v;
+        if (stores) { inputs[n++] = args.k, inputs[n++] = args.v; }
         if (args.sinks) { inputs[n++] = args.sinks; }
-        const bool plans = planned_.insert({layer.device, layer.kind}).second;
-        ggml_tensor* out =
-            ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, int64_t(layer.shape.format.v.dim) * layer.shape.n_head, args.q->ne[2], 1, 1, inputs, n,
-                           on_device_only, 1, node(args.il, false, plans, cache));
+        const bool plans = planned_.insert({layer.device, layer.kind}).second, begins = begun_.insert(layer.device).second;
+        const Node wanted = {.layer = &layer, .layout = layout_, .workspace = layer.device->workspaces[layer.kind],
+                             .chunks = layer.device->chunks, .stores = stores, .begins = begins, .plans = plans, .sink = config_.sink,
+                             .plan = cache ? cache->plan_index(layer.owner) : 0, .coded = cache ? cache->coded_base(layer.owner) : nullptr,
+                             .exact = cache ? cache->exact_base(layer.owner) : nullptr};
+        ggml_tensor* out = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, int64_t(layer.shape.format.v.dim) * layer.shape.n_head,
+                                          args.q->ne[2], 1, 1, inputs, n, on_device_only, 1, node(size_t(args.il), wanted));
         place(graph, out, layer);
         return out;
     }
@@ -427,7 +460,9 @@ private:
                            .scale = 0.0f,
                            .softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f};
             size_t bytes = 0;
-            kernels().workspace_bytes(layer.shape, size_of(StepLayout(), device), bytes);
+            crumb_step one = tiles_of(StepLayout(), device);
+            one.n_tiles = 1;
+            kernels().workspace_bytes(layer.shape, one, bytes);
             kernels().tables_bytes(layer.shape, bytes);
             if (owner != il && layers_[owner].tables) {
                 layer.tables = layers_[owner].tables;
@@ -446,7 +481,8 @@ private:
             }
         });
         layer.coded_stride = size_t(shape.n_head_kv) * layer.shape.format.bytes();
-        const Kind kind{layer.shape.format, layer.shape.n_head, layer.shape.n_head_kv, shape.window};
+        const Kind kind{capi::kernels_of(layer.shape)[0].compiled, layer.shape.n_head, layer.shape.n_head_kv, shape.window};
+        if (!takes_chunks(layer, device)) { config_.chunk_rows = 0; }
         const auto found = std::ranges::find(device.kinds, kind);
         layer.kind = size_t(found - device.kinds.begin());
         if (found == device.kinds.end()) {
@@ -455,44 +491,62 @@ private:
         }
     }
 
-    static crumb_step size_of(const StepLayout& layout, const Device& device) {
-        crumb_step step = {};
-        step.backend = CRUMB_CUDA;
-        step.n_tiles = std::max(1, layout.n_tiles);
-        step.rows_per_tile = layout.rows_per_tile;
-        step.multiprocessors = device.multiprocessors;
-        return step;
+    // Whether the kernels of chunks take the layer.
+    static bool takes_chunks(const Layer& layer, const Device& device) {
+        const OnDevice on(device.ordinal);
+        crumb_step step = tiles_of(StepLayout(), device);
+        step.n_tiles = 1, step.rows_per_tile = kChunkRows, step.ids_stride = 1;
+        size_t bytes = 0;
+        try {
+            kernels().workspace_bytes(layer.shape, step, bytes);
+        } catch (const capi::Unsupported&) {
+            return false;
+        }
+        return true;
     }
 
     // Before a graph is built: what grows gets new nodes, and old ones are never recorded again.
     void make_room(Device& device) {
-        for (const Layer& layer : layers_) {
-            if (layer.device != &device) { continue; }
+        const auto grow = [&](Workspace& workspace, const Layer& layer, const crumb_step& step) {
             size_t bytes = 0;
-            kernels().workspace_bytes(layer.shape, size_of(*layout_, device), bytes);
-            Workspace& workspace = device.workspaces[layer.kind];
-            if (bytes <= workspace.bytes) { continue; }
+            if (step.n_tiles > 0) { kernels().workspace_bytes(layer.shape, step, bytes); }
+            if (bytes <= workspace.bytes) { return; }
             if (workspace.memory) { device.memory->free(workspace.memory); }
             workspace = {};
             workspace.memory = allocate_ ? device.memory->allocate(bytes) : nullptr;
             workspace.bytes = bytes;
+        };
+        const OnDevice on(device.ordinal);
+        for (const Layer& layer : layers_) {
+            if (layer.device != &device) { continue; }
+            grow(device.workspaces[layer.kind], layer, tiles_of(*layout_, device));
+            grow(device.chunks, layer, chunks_of(*layout_, device));
         }
     }
 
-    Node* node(int il, bool stores, bool plans, const Cache* cache) {
-        Layer& layer = layers_[il];
-        const Workspace& workspace = layer.device->workspaces[layer.kind];
-        for (const auto& known : nodes_[size_t(il)]) {
-            if (known->stores == stores && known->plans == plans && known->layout == layout_ && known->workspace.memory == workspace.memory &&
-                known->workspace.bytes == workspace.bytes) {
-                return known.get();
-            }
+    Node* node(size_t il, const Node& wanted) {
+        for (const auto& known : nodes_[il]) {
+            if (*known == wanted) { return known.get(); }
         }
-        auto made = std::make_unique<Node>(Node{.layer = &layer, .layout = layout_, .workspace = workspace, .stores = stores, .plans = plans,
-                                                .sink = config_.sink, .plan = cache ? cache->plan_index(layer.owner) : 0,
-                                                .coded = cache ? cache->coded_base(layer.owner) : nullptr,
-                                                .exact = cache ? cache->exact_base(layer.owner) : nullptr});
-        return nodes_[size_t(il)].emplace_back(std::move(made)).get();
+        return nodes_[il].emplace_back(std::make_unique<Node>(wanted)).get();
+    }
+
+    // What encodes the pages of all layers of a device in one launch.
+    void list_encoders(Device& device, const Cache& cache) {
+        std::vector<cuda::EncodeArgs> all;
+        for (size_t il = 0; il < layers_.size(); ++il) {
+            const Layer& layer = layers_[il];
+            if (layer.device != &device || layer.windowed || layer.owner != int(il)) { continue; }
+            all.push_back(capi::encode_args(layer.shape, batch_of(layer, StepLayout(), nullptr, cache.coded_base(int(il)), cache.exact_base(int(il)))));
+            device.encoders.most_heads = std::max(device.encoders.most_heads, layer.shape.n_head_kv);
+            device.encoders.shared_bytes = std::max(device.encoders.shared_bytes, encode_shared_bytes(all.back()));
+        }
+        if (all.empty()) { return; }
+        std::byte* const memory = device.memory->allocate(all.size() * sizeof(all[0]));
+        device.owned.push_back(memory);
+        device.memory->write(memory, all.data(), all.size() * sizeof(all[0]));
+        device.encoders.args = reinterpret_cast<const cuda::EncodeArgs*>(memory);
+        device.encoders.n = int(all.size());
     }
 
     static void place(const llm_graph_context& graph, ggml_tensor* tensor, const Layer& layer) {
@@ -517,6 +571,7 @@ private:
     std::shared_ptr<const StepLayout> layout_;
     ggml_tensor* words_ = nullptr;
     std::set<std::pair<const Device*, size_t>> planned_;
+    std::set<const Device*> begun_;
 };
 
 }  // namespace

@@ -3,8 +3,8 @@
 // so nothing waits and nothing is allocated at a launch, and all that changes from step to step lies in one graph input.
 //
 //   words                    what the step asks (StepLayout), sent once to every device
-//   store(k, v, words)       rows into BF16 blocks, and pages that become due
-//   attend(q, words, ...)    plan (in the first layer of its kind), query map, pages, output map
+//   attend(q, words, k, v)   a node a layer: pages that become due (all layers' in the first node, or this layer's), plan (in
+//                            the first layer of its kind), rows into BF16 blocks and query map, pages, output map
 #pragma once
 
 #include <crumb/cache.h>
@@ -28,6 +28,7 @@ public:
     virtual ~CudaLayers() = default;
 
     virtual bool has(int layer) const = 0;
+    virtual int chunk_rows() const = 0;  // as CacheConfig has it
     virtual std::vector<DeviceMemory*> memories() const = 0;  // as CacheConfig has it
     virtual std::map<ggml_backend_buffer_type_t, size_t> bytes() const = 0;  // of the blocks
     virtual size_t working_bytes() const = 0;

@@ -49,7 +49,10 @@ RowSource rows(const ggml_tensor* t) {
 Memory::Memory(const llama_model& model, const llama_cparams& cparams, CacheConfig config, std::vector<int> owner,
                std::unique_ptr<CudaLayers> cuda, const AttentionChoice& attention, int verify)
     : model_(model), cparams_(cparams), attention_(attention), owner_(std::move(owner)), planned_(cache_bytes(config)), cuda_(std::move(cuda)) {
-    if (cuda_) { config.devices = cuda_->memories(); }
+    if (cuda_) {
+        config.devices = cuda_->memories();
+        config.chunk_rows = cuda_->chunk_rows();
+    }
     if (model.hparams.no_alloc) { return; }
     begins_.resize(config.n_sequences);
     if (verify > 0) { verify_ = std::make_unique<Verify>(config, verify); }

@@ -74,6 +74,7 @@ struct CacheConfig {
     std::vector<PageFormat> formats;                 // by model layer: pages of coded layers, which may differ
     std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers that are not coded
     std::vector<DeviceMemory*> devices;              // by model layer, null: main memory; empty: all of them there
+    int chunk_rows = 0;  // of a step of a device: a sequence with so many rows or more is a chunk (StepLayout); 0: none is
     int sink = 64;
     int recent = 256;
     PrefillRule prefill = PrefillRule::position;
@@ -154,11 +155,16 @@ struct RowSource {
 struct StepLayout {
     int n_tiles = 0;        // of query rows, each of one sequence
     int rows_per_tile = 1;  // 1, 2, 4 or 8
+    int n_chunks = 0;       // sequences with CacheConfig::chunk_rows rows or more, which are not in tiles
+    int rows_per_chunk = 0;
+    int chunk_blocks = 0;   // that a chunk reads at most, exactly or through codes
     int n_stores = 0;       // rows of K and V that are written
-    int n_jobs = 0;         // pages that are encoded, or less: the others have no source
+    int n_jobs = 0;         // pages that are encoded, or less: the others have no source and come last
+    bool encodes_first = false;  // none of the pages has a row of this step, so all layers' can be encoded before it
     int n_sequences = 0;
     size_t ids_stride = 0;  // block ids of a sequence
-    std::vector<size_t> rows;               // by distinct window: QueryRow [n_tiles][rows_per_tile]; token 0xffffffff: none
+    // By distinct window: QueryRow [n_tiles][rows_per_tile], [n_chunks][rows_per_chunk]; token 0xffffffff: none.
+    std::vector<size_t> rows, chunk_rows;
     size_t stores = 0, window_stores = 0;   // StoreRow [n_stores], into exact blocks and sliding-window blocks
     size_t jobs = 0;                        // EncodeBlock [n_jobs]
     size_t coded_ids = 0, exact_ids = 0, window_ids = 0;  // [n_sequences][ids_stride]

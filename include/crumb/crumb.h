@@ -102,6 +102,7 @@ typedef struct crumb_step {
     void* workspace;           /* D, crumb_workspace_bytes(), 256-byte aligned */
     size_t workspace_bytes;
     const crumb_threads* threads; /* CPU, or NULL */
+    size_t chunk_blocks;       /* CUDA: that a chunk reads at most, exactly and through codes; 0: 2 ids_stride */
 } crumb_step;
 
 typedef struct crumb_io {

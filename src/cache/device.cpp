@@ -23,6 +23,9 @@ size_t words_of(size_t n) {
     return n * (sizeof(T) / 4);
 }
 
+// Chunks' blocks change a layout, and with it a graph, every 4096 tokens only.
+constexpr int kChunkBlockStep = 64;
+
 void place(StepLayout& layout, size_t n_windows, bool has_windows) {
     const auto take = [&](size_t words) {
         const size_t at = layout.words;
@@ -31,6 +34,7 @@ void place(StepLayout& layout, size_t n_windows, bool has_windows) {
     };
     for (size_t w = 0; w < n_windows; w++) {
         layout.rows.push_back(take(words_of<QueryRow>(size_t(layout.n_tiles) * size_t(layout.rows_per_tile))));
+        layout.chunk_rows.push_back(take(words_of<QueryRow>(size_t(layout.n_chunks) * size_t(layout.rows_per_chunk))));
     }
     layout.stores = take(words_of<StoreRow>(size_t(layout.n_stores)));
     layout.jobs = take(words_of<EncodeBlock>(size_t(layout.n_jobs)));
@@ -69,7 +73,8 @@ void for_each_sequence(std::span<const QueryRow> rows, auto use) {
     }
 }
 
-void write_tiles(std::span<QueryRow> to, std::span<const QueryRow> rows, size_t rows_per_tile) {
+// Of the sequences that `takes(number of rows)` wants.
+void write_tiles(std::span<QueryRow> to, std::span<const QueryRow> rows, size_t rows_per_tile, auto takes) {
     size_t n = 0;
     const auto pad = [&](size_t end) {
         for (; n < end; n++) {
@@ -77,11 +82,27 @@ void write_tiles(std::span<QueryRow> to, std::span<const QueryRow> rows, size_t 
         }
     };
     for_each_sequence(rows, [&](std::span<const QueryRow> some) {
+        if (!takes(some.size())) {
+            return;
+        }
         std::ranges::copy(some, to.begin() + std::ptrdiff_t(n));
         n += some.size();
         pad((n + rows_per_tile - 1) / rows_per_tile * rows_per_tile);
     });
     pad(to.size());
+}
+
+bool is_chunk(const CacheConfig& config, size_t rows) { return config.chunk_rows > 0 && rows >= size_t(config.chunk_rows); }
+
+// Entries of a chunk (prefill_plan.h): blocks that some rows read exactly and others through codes count twice.
+int blocks_read(std::span<const QueryRow> rows) {
+    int32_t end = 0, coded_most = 0, coded_least = rows[0].coded_end;
+    for (const QueryRow& row : rows) {
+        end = std::max(end, row.end);
+        coded_most = std::max(coded_most, row.coded_end);
+        coded_least = std::min(coded_least, row.coded_end);
+    }
+    return int(blocks_for(end) + blocks_for(coded_most - coded_least)) + 4;
 }
 
 }  // namespace
@@ -95,6 +116,14 @@ StepLayout largest_layout(const CacheConfig& config, int n_tokens, int n_sequenc
     layout.rows_per_tile = rows_per_tile(n_tokens - n_sequences + 1);
     layout.n_tiles = (n_tokens - n_sequences) / layout.rows_per_tile + n_sequences;
     layout.n_jobs = n_tokens / kPageTokens + n_sequences;
+    for (int chunks = 1; config.chunk_rows > 0 && chunks <= std::min(n_sequences, n_tokens / config.chunk_rows); chunks++) {
+        const int rows = n_tokens - (chunks - 1) * config.chunk_rows;  // of one, and all get room for as many
+        if (chunks * rows > layout.n_chunks * layout.rows_per_chunk) {
+            layout.n_chunks = chunks;
+            layout.rows_per_chunk = rows;
+        }
+        layout.chunk_blocks = 2 * int(layout.ids_stride) + 4;
+    }
     std::set<int> windows;
     for (const CacheLayer& layer : config.layers) {
         if (layer.stores) {
@@ -114,12 +143,32 @@ StepLayout Cache::step_layout() const {
     layout.n_stores = int(step.tokens.size());
     const std::span<const QueryRow> rows = step.plans[0].rows();
     size_t longest = 0;
-    for_each_sequence(rows, [&](auto some) { longest = std::max(longest, some.size()); });
+    for_each_sequence(rows, [&](auto some) {
+        if (is_chunk(state.config, some.size())) {
+            layout.n_chunks++;
+            layout.rows_per_chunk = std::max(layout.rows_per_chunk, int(some.size()));
+        } else {
+            longest = std::max(longest, some.size());
+        }
+    });
     layout.rows_per_tile = rows_per_tile(int64_t(longest));
     int due = 0;
     for_each_sequence(rows, [&](auto some) {
-        layout.n_tiles += (int(some.size()) + layout.rows_per_tile - 1) / layout.rows_per_tile;
+        if (!is_chunk(state.config, some.size())) {
+            layout.n_tiles += (int(some.size()) + layout.rows_per_tile - 1) / layout.rows_per_tile;
+        }
         due += pages_due(int(some.size()));
+    });
+    for (const AttentionPlan& plan : step.plans) {
+        for_each_sequence(plan.rows(), [&](auto some) {
+            if (is_chunk(state.config, some.size())) {
+                layout.chunk_blocks = std::max(layout.chunk_blocks, blocks_read(some));
+            }
+        });
+    }
+    layout.chunk_blocks = (layout.chunk_blocks + kChunkBlockStep - 1) / kChunkBlockStep * kChunkBlockStep;
+    layout.encodes_first = std::ranges::none_of(step.blocks, [](const BlockWork& w) {
+        return w.coded != kNoBlock && std::ranges::any_of(w.rows, [](const BlockWork::Rows& rows) { return rows.n_rows > 0; });
     });
     layout.n_jobs = std::max(due, int(std::ranges::count_if(step.blocks, [](const BlockWork& w) { return w.coded != kNoBlock; })));
     place(layout, step.plans.size(), state.rules.window > 0);
@@ -131,8 +180,12 @@ void Cache::write_step(const StepLayout& layout, std::span<uint32_t> words) cons
     const Step& step = state.step;
     CRUMB_ASSERT(words.size() == layout.words && state.rules.page == kPageTokens);
     for (size_t w = 0; w < step.plans.size(); w++) {
+        const auto many = [&](size_t n) { return is_chunk(state.config, n); };
+        const auto few = [&](size_t n) { return !many(n); };
         write_tiles(array<QueryRow>(words, layout.rows[w], size_t(layout.n_tiles) * size_t(layout.rows_per_tile)),
-                    step.plans[w].rows(), size_t(layout.rows_per_tile));
+                    step.plans[w].rows(), size_t(layout.rows_per_tile), few);
+        write_tiles(array<QueryRow>(words, layout.chunk_rows[w], size_t(layout.n_chunks) * size_t(layout.rows_per_chunk)),
+                    step.plans[w].rows(), size_t(layout.rows_per_chunk), many);
     }
     const auto n_stores = size_t(layout.n_stores), n_jobs = size_t(layout.n_jobs);
     write_stores(array<StoreRow>(words, layout.stores, n_stores), step.blocks, step.tokens);

@@ -7,8 +7,7 @@
 
 #include "attention/cuda/decode.h"
 #include "attention/cuda/registry.h"
-#include "capi/layer.h"
-#include "recipe/cuda/launch.h"
+#include "capi/cuda.h"
 
 namespace crumb::capi {
 
@@ -21,6 +20,21 @@ static_assert(sizeof(crumb_encode_job) == sizeof(EncodeJob) && sizeof(crumb_enco
 void require(cudaError_t status, const char* what) {
     if (status != cudaSuccess) throw DeviceError(fmt::format("{}: {}", what, cudaGetErrorString(status)));
 }
+
+}  // namespace
+
+std::vector<Kernels> kernels_of(const crumb_layer& layer) {
+    std::vector<Kernels> kernels = kernels_for(layer.format);
+    if (kernels.empty()) {
+        throw Unsupported(fmt::format(
+            "recipe '{}' with heads of {} and {} channels ({} and {} planes) has no CUDA kernel: add a file to "
+            "src/attention/cuda/instances, or take CRUMB_CPU",
+            layer.recipe.name, layer.format.k.dim, layer.format.v.dim, layer.format.k.planes, layer.format.v.planes));
+    }
+    return kernels;
+}
+
+namespace {
 
 // Where the arrays of pointers lie: the number of heads says it.
 struct Offsets {
@@ -43,17 +57,13 @@ class Image {
   public:
     Image(const crumb_layer& layer, std::byte* base) : base_(base) {
         const Offsets at(layer);
+        const KernelFormat compiled = kernels_of(layer)[0].compiled;
         reserve(at.bytes);
         for (size_t h = 0; h < size_t(layer.n_head_kv); h++) {
             const SideTables& key = layer.tables[h].k;
             const SideTables& value = layer.tables[h].v;
-            const size_t dim = size_t(key.format.dim), planes = size_t(key.format.planes);
-            std::vector<float> transposed(key.decode.size());
-            for (size_t p = 0; p < planes; p++) {
-                for (size_t d = 0; d < dim; d++) transposed[d * planes + p] = key.decode[p * dim + d];
-            }
             const EncodeTables encode_k = encode_tables(key), encode_v = encode_tables(value);
-            write(at.heads, h, HeadArrays{put(transposed), put(key.ones), encode_k.mean, encode_k.mean_step, put(value.decode),
+            write(at.heads, h, HeadArrays{put(key_map(key, compiled.k.planes)), put(key.ones), encode_k.mean, encode_k.mean_step, put(value_map(value, compiled.v.planes)),
                                        put(value.ones), encode_v.mean, put(unmap_table(key)), put(unmap_table(value))});
             write(at.constants, h, HeadConstants{std::log2(key.gain_reference), std::log2(value.gain_reference), encode_v.mean_step});
             write(at.k, h, encode_k);
@@ -100,14 +110,8 @@ StepShape shape_of(const crumb_layer& layer, const crumb_step& step) {
     return {step.n_tiles, step.rows_per_tile, layer.n_head, layer.n_head_kv, step.multiprocessors};
 }
 
-const Kernels& kernels_of_step(const crumb_layer& layer, const crumb_step& step) {
-    const std::span<const Kernels> kernels = kernels_for(layer.format);
-    if (kernels.empty()) {
-        throw Unsupported(fmt::format(
-            "recipe '{}' with heads of {} and {} channels ({} and {} planes) has no CUDA kernel: add a file to "
-            "src/attention/cuda/instances, or take CRUMB_CPU",
-            layer.recipe.name, layer.format.k.dim, layer.format.v.dim, layer.format.k.planes, layer.format.v.planes));
-    }
+Kernels kernels_of_step(const crumb_layer& layer, const crumb_step& step) {
+    const std::vector<Kernels> kernels = kernels_of(layer);
     const int group = layer.n_head / layer.n_head_kv;
     if (group > 16) throw Unsupported(fmt::format("{} query heads a KV head: the CUDA kernels take up to 16", group));
     return *choose(kernels, shape_of(layer, step));
@@ -116,7 +120,8 @@ const Kernels& kernels_of_step(const crumb_layer& layer, const crumb_step& step)
 constexpr int kDecodeRows = 8;  // of a tile; more are a chunk
 
 PrefillShape chunks_of(const crumb_layer& layer, const crumb_step& step) {
-    PrefillShape shape = {step.n_tiles, step.rows_per_tile, layer.n_head, layer.n_head_kv, step.multiprocessors, step.ids_stride, layer.format.k.dim};
+    const size_t most_entries = step.chunk_blocks > 0 ? step.chunk_blocks : 2 * step.ids_stride;
+    PrefillShape shape = {step.n_tiles, step.rows_per_tile, layer.n_head, layer.n_head_kv, step.multiprocessors, most_entries, layer.format.k.dim};
     const size_t shared = prefill_shared_bytes(shape.dim);
     if (shared == 0 || layer.format.k.dim != layer.format.v.dim) {
         throw Unsupported(fmt::format("tiles of {} rows with heads of {} and {} channels: chunks have kernels for 64 and 128 channels, take tiles of up to {} rows",
@@ -143,7 +148,7 @@ StepTables tables_of(const crumb_step& step) {
 }
 
 void plan_step(const crumb_layer& layer, const crumb_step& step, void* stream) {
-    const Kernels& kernels = kernels_of_step(layer, step);
+    const Kernels kernels = kernels_of_step(layer, step);
     if (step.rows_per_tile > kDecodeRows) {
         const PrefillShape chunks = chunks_of(layer, step);
         plan_prefill(prefill_launches(), chunks, tables_of(step), memory_of(step, prefill_workspace(chunks).bytes), stream);
@@ -155,8 +160,8 @@ void plan_step(const crumb_layer& layer, const crumb_step& step, void* stream) {
     require(cudaGetLastError(), "plan");
 }
 
-void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_io& io, void* stream) {
-    const Kernels& kernels = kernels_of_step(layer, step);
+void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_io& io, const RowArgs& rows, void* stream) {
+    const Kernels kernels = kernels_of_step(layer, step);
     const StepShape shape = shape_of(layer, step);
     const Offsets offsets(layer);
     if (!io.tables) fail("tables is NULL");
@@ -169,12 +174,14 @@ void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_i
                             .sinks = io.sinks,
                             .scale = layer.scale,
                             .softcap = layer.softcap,
+                            .rows = rows,
                             .q = io.q,
                             .q_token_stride = io.q_token_stride,
                             .q_head_stride = io.q_head_stride,
                             .out = io.out,
                             .out_stride = io.out_stride};
     if (step.rows_per_tile > kDecodeRows) {
+        CRUMB_ASSERT(rows.n_stores == 0);
         const PrefillShape chunks = chunks_of(layer, step);
         attend_prefill(kernels, prefill_launches(), chunks, tables_of(step), data, memory_of(step, prefill_workspace(chunks).bytes), stream);
         return require(cudaGetLastError(), "attention");
@@ -199,24 +206,7 @@ bool has_stages(const SideRecipe& side, const SideTables& tables) {
 }
 
 void encode(const crumb_layer& layer, const crumb_encode_batch& batch, void* stream) {
-    if (!has_stages(layer.recipe.k, layer.tables[0].k) || !has_stages(layer.recipe.v, layer.tables[0].v)) {
-        throw Unsupported(fmt::format("recipe '{}' has a stage that the CUDA encoder lacks: encode its pages with CRUMB_CPU", layer.recipe.name));
-    }
-    const Offsets offsets(layer);
-    if (!batch.tables) fail("tables is NULL");
-    EncodeArgs args = {};
-    args.k = encode_side(layer.recipe.k, layer.format, true, at<EncodeTables>(batch.tables, offsets.k));
-    args.v = encode_side(layer.recipe.v, layer.format, false, at<EncodeTables>(batch.tables, offsets.v));
-    args.jobs = reinterpret_cast<const EncodeJob*>(batch.jobs);
-    args.n_head_kv = layer.n_head_kv;
-    args.exact = static_cast<const u8*>(batch.exact);
-    args.exact_stride = batch.exact_stride;
-    args.exact_bytes = bf16_format(layer.format.k.dim, layer.format.v.dim).bytes();
-    args.coded = static_cast<u8*>(batch.coded);
-    args.coded_stride = batch.coded_stride;
-    args.coded_bytes = layer.format.bytes();
-    args.counts = reinterpret_cast<EncodeCountsDevice*>(batch.counts);
-    launch_encode(args, batch.n_jobs, stream);
+    launch_encode(encode_args(layer, batch), reinterpret_cast<const EncodeJob*>(batch.jobs), batch.n_jobs, stream);
     require(cudaGetLastError(), "encode");
 }
 
@@ -230,6 +220,30 @@ void copy(size_t bytes, std::byte* to, size_t to_stride, const uint32_t* to_ids,
 }
 
 }  // namespace
+
+void attend_storing(const crumb_layer& layer, const crumb_step& step, const crumb_io& io, const RowArgs& rows, void* stream) {
+    attend_step(layer, step, io, rows, stream);
+}
+
+EncodeArgs encode_args(const crumb_layer& layer, const crumb_encode_batch& batch) {
+    if (!has_stages(layer.recipe.k, layer.tables[0].k) || !has_stages(layer.recipe.v, layer.tables[0].v)) {
+        throw Unsupported(fmt::format("recipe '{}' has a stage that the CUDA encoder lacks: encode its pages with CRUMB_CPU", layer.recipe.name));
+    }
+    const Offsets offsets(layer);
+    if (!batch.tables) fail("tables is NULL");
+    EncodeArgs args = {};
+    args.k = encode_side(layer.recipe.k, layer.format, true, at<EncodeTables>(batch.tables, offsets.k));
+    args.v = encode_side(layer.recipe.v, layer.format, false, at<EncodeTables>(batch.tables, offsets.v));
+    args.n_head_kv = layer.n_head_kv;
+    args.exact = static_cast<const u8*>(batch.exact);
+    args.exact_stride = batch.exact_stride;
+    args.exact_bytes = bf16_format(layer.format.k.dim, layer.format.v.dim).bytes();
+    args.coded = static_cast<u8*>(batch.coded);
+    args.coded_stride = batch.coded_stride;
+    args.coded_bytes = layer.format.bytes();
+    args.counts = reinterpret_cast<EncodeCountsDevice*>(batch.counts);
+    return args;
+}
 
 const Backend* cuda_backend() {
     static const Backend backend = {
@@ -246,7 +260,7 @@ const Backend* cuda_backend() {
                                                          : workspace(kernels_of_step(layer, step), shape_of(layer, step)).bytes;
             },
         .plan = plan_step,
-        .attend = attend_step,
+        .attend = [](const crumb_layer& layer, const crumb_step& step, const crumb_io& io, void* stream) { attend_step(layer, step, io, {}, stream); },
         .store = store,
         .encode = encode,
         .copy = copy,

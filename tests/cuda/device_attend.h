@@ -39,17 +39,13 @@ struct DeviceLayer {
     const HeadConstants* constants;
 };
 
-inline DeviceLayer put_tables(Machine& machine, std::span<const HeadTables> tables) {
+inline DeviceLayer put_tables(Machine& machine, const Kernels& kernels, std::span<const HeadTables> tables) {
     const auto put = [&](const std::vector<float>& x) -> const float* { return x.empty() ? nullptr : machine.put(x); };
     std::vector<HeadArrays> heads;
     std::vector<HeadConstants> constants;
     for (const HeadTables& head : tables) {
-        const int dim = head.k.format.dim, planes = head.k.format.planes;
-        std::vector<float> transposed(head.k.decode.size());
-        for (int p = 0; p < planes; p++) {
-            for (int d = 0; d < dim; d++) transposed[d * planes + p] = head.k.decode[p * dim + d];
-        }
-        heads.push_back({put(transposed), put(head.k.ones), put(head.k.mean), put(head.k.mean_step), put(head.v.decode),
+        heads.push_back({put(key_map(head.k, kernels.compiled.k.planes)), put(head.k.ones), put(head.k.mean), put(head.k.mean_step),
+                         put(value_map(head.v, kernels.compiled.v.planes)),
                          put(head.v.ones), put(head.v.mean), machine.put(unmap_table(head.k)), machine.put(unmap_table(head.v))});
         constants.push_back({std::log2(head.k.gain_reference), std::log2(head.v.gain_reference), put(head.v.mean_step)});
     }
@@ -118,7 +114,7 @@ inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_form
         return machine.put(flat);
     };
     const StepTables tables = {machine.put(tiled), table(coded), table(exact), ids_stride, sink};
-    const DeviceLayer heads = put_tables(machine, layer.tables);
+    const DeviceLayer heads = put_tables(machine, kernels_of_format[0], layer.tables);
 
     const size_t q_floats = n_tokens * io.token_stride, out_floats = n_tokens * io.out_stride;
     float* const out = machine.put(std::vector<float>(io.out, io.out + out_floats));
@@ -137,7 +133,7 @@ inline void attend_on(Machine& machine, std::span<const Kernels> kernels_of_form
                             .out = out,
                             .out_stride = io.out_stride};
     if (how.prefill_bytes > 0) {
-        const PrefillShape shape = {n_tiles, how.rows_per_tile, layer.n_head, layer.n_head_kv, how.blocks, ids_stride,
+        const PrefillShape shape = {n_tiles, how.rows_per_tile, layer.n_head, layer.n_head_kv, how.blocks, 2 * ids_stride,
                                     layer.format.k.dim, how.prefill_bytes};
         std::byte* const memory = static_cast<std::byte*>(machine.allocate(prefill_workspace(shape).bytes));
         for (int i = 0; i < how.times; i++) {

@@ -14,12 +14,12 @@ namespace {
 
 std::string name_of_format(const PageFormat& f) {
     const char* info[] = {"none", "scale_zero", "gain16", "gain8"};
-    return fmt::format("d{}_k{}_v{}_{}{}", f.k.dim, f.k.planes, f.v.planes, info[int(f.k.info)], f.k.mean ? "_mean" : "");
+    return fmt::format("d{}_k{}_v{}_{}{}", f.k.dim, f.k.planes, f.v.planes, info[int(f.k.info)], f.k.mean && f.v.mean ? "_means" : f.k.mean ? "_mean" : "");
 }
 
 class DeviceDecode : public testing::TestWithParam<size_t> {
   protected:
-    const std::vector<Kernels>& kernels() const { return all_kernels()[GetParam()]; }
+    const std::vector<Kernels>& kernels() const { return kernels_by_format()[GetParam()]; }
     GpuMachine machine;
 };
 
@@ -81,13 +81,13 @@ TEST_P(DeviceDecode, ManyChunks) {
 }
 
 std::vector<size_t> indices() {
-    std::vector<size_t> all(all_kernels().size());
+    std::vector<size_t> all(kernels_by_format().size());
     for (size_t i = 0; i < all.size(); i++) all[i] = i;
     return all;
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, DeviceDecode, testing::ValuesIn(indices()),
-                         [](const auto& index) { return name_of_format(all_kernels()[index.param][0].format); });
+                         [](const auto& index) { return name_of_format(kernels_by_format()[index.param][0].format); });
 
 TEST(DeviceEncode, ShortBytesAreThoseOfTheCpu) {
     GpuMachine machine;
@@ -117,7 +117,7 @@ TEST(DeviceGraph, ShortReplaysGiveTheSame) {
             const Kernels& chosen = *choose(kernels, shape);
             const DevicePool coded = put_blocks(machine, views, true), exact = put_blocks(machine, views, false);
             const StepTables tables = {machine.put(r), machine.put(coded.ids[0]), machine.put(exact.ids[0]), coded.ids[0].size(), sink};
-            const DeviceLayer heads = put_tables(machine, layer.tables);
+            const DeviceLayer heads = put_tables(machine, kernels[0], layer.tables);
             LayerData data = {.coded = coded.base, .coded_stride = coded.stride, .exact = exact.base, .exact_stride = exact.stride};
             data.heads = heads.heads, data.constants = heads.constants, data.scale = layer.scale;
             data.q = machine.put(world.q), data.q_token_stride = io.token_stride, data.q_head_stride = io.head_stride;

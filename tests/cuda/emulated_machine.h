@@ -52,7 +52,7 @@ class EmulatedMachine : public Machine {
     std::vector<std::unique_ptr<void, Free>> memory_;
 };
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 Kernels emulated_kernels() {
     Kernels k = kernels_of<F, NT>();
     k.map_query = [](const MapArgs& args, int blocks, bool few, Stream) {
@@ -76,7 +76,7 @@ Kernels emulated_kernels() {
     };
     if constexpr (F.k.dim <= 128) {
         k.unpack = [](const UnpackArgs& args, int blocks, Stream) {
-            simt::emulate({blocks, kUnpackThreads, Unpack<F>::kShared, emulated_seed++}, [&](std::byte* shared) { Unpack<F>::run(args, shared); });
+            simt::emulate({blocks, kUnpackThreads, Unpack<F>::shared_bytes(args.planes), emulated_seed++}, [&](std::byte* shared) { Unpack<F>::run(args, shared); });
         };
     }
     return k;

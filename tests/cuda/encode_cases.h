@@ -9,7 +9,7 @@
 
 namespace crumb::cuda {
 
-using EncodeLaunch = void (*)(const EncodeArgs& args, int n_jobs, Stream stream);
+using EncodeLaunch = void (*)(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream stream);
 
 inline EncodeTables put_encode_tables(Machine& machine, const SideTables& t) {
     const auto put = [&](const auto& x) { return x.empty() ? nullptr : machine.put(x); };
@@ -49,14 +49,13 @@ inline void expect_same_pages(Machine& machine, EncodeLaunch launch, const Recip
     EncodeArgs args = {};
     args.k = encode_side(recipe.k, own.format, true, machine.put(std::vector<EncodeTables>(n_heads, k_tables)));
     args.v = encode_side(recipe.v, own.format, false, machine.put(std::vector<EncodeTables>(n_heads, v_tables)));
-    args.jobs = machine.put(jobs);
     args.n_head_kv = n_heads;
     args.exact = reinterpret_cast<const u8*>(machine.put(records));
     args.exact_bytes = exact.bytes(), args.exact_stride = n_heads * exact.bytes();
     args.coded = reinterpret_cast<u8*>(device_pages);
     args.coded_bytes = own.format.bytes(), args.coded_stride = n_heads * own.format.bytes();
     args.counts = device_counts;
-    launch(args, n_blocks, nullptr);
+    launch(args, machine.put(jobs), n_blocks, nullptr);
     std::vector<std::byte> got(pages.size());
     machine.download(got.data(), device_pages, got.size());
     for (int b = 0; b < n_blocks; b++) {

@@ -5,6 +5,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <tuple>
+#include <vector>
 
 #include "attention/cuda/registry.h"
 #include "cuda/device_attend.h"
@@ -44,6 +46,30 @@ class GpuMachine : public Machine {
   private:
     std::vector<void*> memory_;
 };
+
+// Kernels by format: those for any planes with some counts of either side, with means and without.
+inline const std::vector<std::vector<Kernels>>& kernels_by_format() {
+    static const auto all = [] {
+        std::vector<std::vector<Kernels>> result;
+        for (const std::vector<Kernels>& kernels : all_kernels()) {
+            const KernelFormat& f = kernels[0].compiled;
+            if (!f.any_planes) {
+                result.push_back(kernels);
+                continue;
+            }
+            const int d = f.k.dim;
+            for (const auto& [k, v, means] : {std::tuple(32, 32, 2), {d, d, 1}, {d, d, 2}, {d, d / 2, 2}, {3 * d / 2, d, 2}, {d / 2 + 32, f.v.planes, 0},
+                                              {f.k.planes, f.v.planes - 32, 1}}) {
+                PageFormat format = {.k = f.k, .v = f.v};
+                format.k.planes = k, format.v.planes = v, format.k.mean = means > 0, format.v.mean = means > 1;
+                result.emplace_back();
+                for (const Kernels& one : kernels) { result.back().push_back(fitted(one, format)); }
+            }
+        }
+        return result;
+    }();
+    return all;
+}
 
 inline int multiprocessors() {
     int n = 0;

@@ -4,10 +4,12 @@
 #
 # usage: e2e.sh pack BUILD TO                 on the machine that builds (-DCRUMB_CUDA=ON, a prefix of build.sh --cuda):
 #                                             program and shared libraries, for a machine without network
-#        e2e.sh run PACK OUT [MODEL TEXT]     on the machine with the GPU; MODEL: a small GGUF, TEXT: a text file of 30 kB
+#        e2e.sh small PACK OUT MODEL TEXT [ARTEFACT]   on the machine with the GPU: is it right? MODEL: a small GGUF with F32
+#                                             weights, TEXT: a text file of 30 kB, ARTEFACT: of crumb calibrate, for planes
+#        e2e.sh large PACK OUT [DEPTHS]       is it fast? DEPTHS: of a context, 0,2048,8192,32768 by default; 131072 comes on top
+#        e2e.sh many PACK OUT                 8 and 32 sequences of 8,192 tokens
 #
-# The machine needs a driver, cuBLAS 13 and Python 3 (PyTorch's packages have cuBLAS). DEPTHS of the large shape end at 32k;
-# add 131072 for a minute more.
+# The machine needs a driver, cuBLAS 13 and Python 3 (PyTorch's packages have cuBLAS).
 set -euo pipefail
 tools=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -26,66 +28,91 @@ pack() {
     du -sh "$to"
 }
 
+# $1: -m MODEL and what goes with the recipe, $2: recipe, $3: text
 small_model() {
-    local model=$1 text=$2 where
+    local model=$1 kv=$2 text=$3 where from to
     head -c 6000 "$text" >"$out/prompt.txt"
+    # shellcheck disable=SC2086
     for where in "-ngl 0" "-ngl 99 --no-kv-offload" "-ngl 99"; do
-        echo "== $where"
-        # shellcheck disable=SC2086
-        "$crumb" perplexity -m "$model" -f "$text" -c 2048 --chunks 2 --kv had2 $where 2>&1 | grep -E '^kv:|Final' || true
-        "$crumb" run -m "$model" -f "$out/prompt.txt" -c 8192 -n 64 --temp 0 -no-cnv --no-display-prompt --kv had2 $where 2>/dev/null
+        echo "== $kv $where"
+        "$crumb" perplexity $model -f "$text" -c 2048 --chunks 2 --kv "$kv" $where 2>&1 | grep -E '^kv:|Final|error' || true
+        "$crumb" run $model -f "$out/prompt.txt" -c 8192 -n 64 --temp 0 -no-cnv --no-display-prompt --kv "$kv" $where 2>/dev/null
     done
-    "$crumb" perplexity -m "$model" -f "$text" -c 2048 --chunks 2 --kv had2 -ngl 99 --no-kv-offload --kv-attention decoded \
+    # shellcheck disable=SC2086
+    "$crumb" perplexity $model -f "$text" -c 2048 --chunks 2 --kv "$kv" -ngl 99 --no-kv-offload --kv-attention decoded \
         --kl-divergence-base "$out/base.kld" >/dev/null 2>&1
-    for where in "-ngl 99 --no-kv-offload" "-ngl 99" "-ngl 99 -ub 256" "-ngl 99 -ub 4"; do
-        echo "== divergence from decoded pages: $where"
-        # shellcheck disable=SC2086
-        "$crumb" perplexity -m "$model" -f "$text" -c 2048 --chunks 2 --kv had2 $where --kl-divergence \
-            --kl-divergence-base "$out/base.kld" 2>&1 | grep -E 'Mean +KLD|Mean PPL\(Q\) ' || true
+    # shellcheck disable=SC2086
+    for where in "-ngl 99 --no-kv-offload" "-ngl 99" "-ngl 99 -ub 256" "-ngl 99 -ub 64" "-ngl 99 -ub 4"; do
+        echo "== $kv, divergence from decoded pages: $where"
+        "$crumb" perplexity $model -f "$text" -c 2048 --chunks 2 --kv "$kv" $where --kl-divergence \
+            --kl-divergence-base "$out/base.kld" 2>&1 | grep -E 'Mean +KLD|Mean PPL\(Q\) |error' || true
     done
+    # shellcheck disable=SC2086
     for where in "99 0" "0 99"; do
         read -r from to <<<"$where"
         rm -f "$out/state"
-        "$crumb" run -m "$model" -f "$out/prompt.txt" -c 8192 -n 1 --temp 0 -no-cnv --kv had2 -ngl "$from" --prompt-cache "$out/state" >/dev/null 2>&1
-        echo "== state of -ngl $from goes on with -ngl $to"
-        "$crumb" run -m "$model" -f "$out/prompt.txt" -c 8192 -n 32 --temp 0 -no-cnv --no-display-prompt --kv had2 -ngl "$to" \
+        "$crumb" run $model -f "$out/prompt.txt" -c 8192 -n 1 --temp 0 -no-cnv --kv "$kv" -ngl "$from" --prompt-cache "$out/state" >/dev/null 2>&1
+        echo "== $kv, state of -ngl $from goes on with -ngl $to"
+        "$crumb" run $model -f "$out/prompt.txt" -c 8192 -n 32 --temp 0 -no-cnv --no-display-prompt --kv "$kv" -ngl "$to" \
             --prompt-cache "$out/state" 2>/dev/null
     done
     rm -f "$out/state" "$out/base.kld"
 }
 
-large_shape() {
-    local cache
-    [[ -e $out/8b.gguf ]] || python3 "$tools/random_gguf.py" "$out/8b.gguf" 8b
-    for cache in "-fa 1" "-fa 1 -ctk q8_0 -ctv q8_0" "-fa 1 -ctk q4_0 -ctv q4_0" "--kv had2"; do
-        # shellcheck disable=SC2086
-        "$crumb" bench -m "$out/8b.gguf" -ngl 99 $cache -p 512 -n 32 -d "${DEPTHS:-0,2048,8192,32768}" -r 2 -o jsonl 2>/dev/null |
-            tee -a "$out/bench.jsonl" | python3 -c '
+large_model() { [[ -e $out/8b.gguf ]] || python3 "$tools/random_gguf.py" "$out/8b.gguf" 8b; }
+
+# llama-bench's rows as lines: what, test, depth, tokens a second
+rows() {
+    tee -a "$out/bench.jsonl" | python3 -c '
 import json, sys
 for line in sys.stdin:
     r = json.loads(line)
-    print(sys.argv[1], "pp" if r["n_prompt"] else "tg", "at", r["n_depth"], round(r["avg_ts"], 1), sep="\t")' "$cache"
+    print(sys.argv[1], "pp" if r["n_prompt"] else "tg", "at", r["n_depth"], round(r["avg_ts"], 1), sep="\t", flush=True)' "$1"
+}
+
+large_shape() {
+    local cache
+    # shellcheck disable=SC2086
+    for cache in "--kv had2" "-fa 1" "-fa 1 -ctk q8_0 -ctv q8_0" "-fa 1 -ctk q4_0 -ctv q4_0"; do
+        "$crumb" bench -m "$out/8b.gguf" -ngl 99 $cache -p 512 -n 32 -d "$1" -r 2 -o jsonl 2>"$out/bench.err" | rows "$cache"
     done
-    for cache in "-fa on" "--kv had2"; do
-        echo "== 8 sequences of 8k: $cache"
-        # shellcheck disable=SC2086
-        "$crumb" batched-bench -m "$out/8b.gguf" -ngl 99 $cache -c 67584 -npp 8192 -ntg 32 -npl 8 2>/dev/null | grep '^|'
+    # shellcheck disable=SC2086
+    for cache in "--kv had2" "-fa 1"; do
+        "$crumb" bench -m "$out/8b.gguf" -ngl 99 $cache -p 0 -n 32 -d 131072 -r 2 -o jsonl 2>"$out/bench.err" | rows "$cache"
+    done
+}
+
+many_sequences() {
+    local cache n
+    # shellcheck disable=SC2086
+    for n in 8 32; do
+        for cache in "--kv had2" "-fa on"; do
+            echo "== $n sequences of 8k: $cache"
+            "$crumb" batched-bench -m "$out/8b.gguf" -ngl 99 $cache -c $((n * 8448)) -npp 8192 -ntg 32 -npl $n 2>/dev/null | grep '^|'
+        done
     done
 }
 
 case ${1:-} in
     pack) pack "${2:?build folder}" "${3:?target folder}" ;;
-    run)
+    small | large | many)
         crumb=$(realpath "${2:?folder that e2e.sh pack made}")/crumb
         mkdir -p "${3:?output folder}"
         out=$(realpath "$3")
         packages=$(python3 -c 'import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], "cu13/lib"))' 2>/dev/null || true)
         export LD_LIBRARY_PATH=${crumb%/crumb}/lib:$packages:/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-        [[ -z ${4:-} ]] || small_model "$(realpath "$4")" "$(realpath "${5:?text}")" | tee "$out/small.txt"
-        large_shape | tee "$out/large.txt"
+        case $1 in
+            small)
+                model=$(realpath "${4:?model}") text=$(realpath "${5:?text}")
+                small_model "-m $model" had2 "$text" | tee "$out/had2.txt"
+                [[ -z ${6:-} ]] || small_model "-m $model --kv-artifact $(realpath "$6")" planes "$text" | tee "$out/planes.txt"
+                ;;
+            large) large_model && large_shape "${4:-0,2048,8192,32768}" | tee "$out/large.txt" ;;
+            many) large_model && many_sequences | tee "$out/many.txt" ;;
+        esac
         ;;
     *)
-        sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac

@@ -50,15 +50,17 @@ struct HeadConstants {
     const float* v_mean_step;                  // [D_v], page means
 };
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 class Coded {
     using D = DecodeFormat<F, NT>;
     static constexpr int kTiles = D::kPlanesV / 16;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
     static constexpr int kWords = D::kCodeWords / 32;
-    static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1;  // registers for more there are not
+    static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1 && !F.any_planes;  // registers for more there are not
 
   public:
+    CRUMB_DEVICE explicit Coded(const PagePlanes& planes) : page_(planes) {}
+
     // shared, means: kSharedWords and kMeanFloats of this warp.
     CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, float softcap, int sink, const HeadConstants& head) {
         using namespace simt;
@@ -124,11 +126,11 @@ class Coded {
         const int r = lane_ / 4, q = lane_ % 4;
         float x[NT][8], scale[8], zero[8];
         logits(p, r, q, x);
-        ValueCodes first;  // on their way while weights are made
+        ValueCodes first = {};  // on their way while weights are made
         if constexpr (kValuesAhead) { first = value_codes(p, 0, r, q); }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            load_scales<F.v.info>(p + D::kAt.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
+            load_scales<F.v.info>(p + page_.at.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
         }
         mask(index, r, x, scale, zero);
 
@@ -173,7 +175,9 @@ class Coded {
             rescale(x, scale, out_of_range);
         }
         values(p, first, r, q, fixed);
-        if constexpr (F.v.mean) { add_page_mean(p, sums); }
+        if constexpr (F.v.mean) {
+            if (page_.mean_v) { add_page_mean(p, sums); }
+        }
     }
 
     // Sums into an entry, in shared or global memory.
@@ -194,7 +198,7 @@ class Coded {
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
                 const int f = t % 4;
-                const bool nested = t < 4 * D::kGroupsV && f > 0;
+                const bool nested = f > 0 && !(t >= D::kTailPlaneV / 16 && has_tail(page_.planes_v));
                 const float unit = 256.0f / float(1 << (2 * f));
                 float value[2];
 #pragma unroll
@@ -215,7 +219,7 @@ class Coded {
             const int channel = 128 * g + 4 * lane();
             if (channel >= D::kDimV) { continue; }
             Floats4 step = {};
-            if constexpr (F.v.mean) { step = reinterpret_cast<const Floats4*>(head_.v_mean_step)[channel / 4]; }
+            if (page_.mean_v) { step = reinterpret_cast<const Floats4*>(head_.v_mean_step)[channel / 4]; }
 #pragma unroll
             for (int c = 0; c < D::kColumns; c++) {
                 Floats4& to = *reinterpret_cast<Floats4*>(entry + c * D::kStride + D::kPlanesV + channel);
@@ -266,11 +270,11 @@ class Coded {
         float offset[NT];
 #pragma unroll
         for (int n = 0; n < NT; n++) { offset[n] = column(n).offset - top_[n]; }
-        if constexpr (F.k.mean) {
+        if (F.k.mean && page_.mean_k) {
             int dot[NT][4] = {};
 #pragma unroll
             for (int g = 0; g < D::kDimK / 64; g++) {  // all rows of A are the page mean
-                const Words4 m = *reinterpret_cast<const Words4*>(p + D::kAt.key_mean + 64 * g + 16 * q);
+                const Words4 m = *reinterpret_cast<const Words4*>(p + page_.at.key_mean + 64 * g + 16 * q);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const Words4 w = query_mean(n, g);
@@ -286,12 +290,10 @@ class Coded {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float scale[4], zero[4];
-            load_scales<F.k.info>(p + D::kAt.key_info, half, r, head_.k_reference_log2, scale, zero);
+            load_scales<F.k.info>(p + page_.at.key_info, half, r, head_.k_reference_log2, scale, zero);
             // Two products of 16 tokens. A fine query: fields 2, 3 apart from fields 0, 1, which count a sixteenth.
             int high[NT][2][4] = {}, low[NT][2][4] = {};
-#pragma unroll
-            for (int g = 0; g < D::kGroupsK; g++) {
-                const Words4 c = *reinterpret_cast<const Words4*>(p + key_load(D::kPlanesK, half, g, r, q));
+            const auto multiply = [&](const Words4& c, int g) {
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const Words4 w = query_words(n, g);
@@ -301,17 +303,33 @@ class Coded {
                     mma_u8s8(high[n][0], field(c.x, 2), field(c.y, 2), field(c.x, 3), field(c.y, 3), w.z, w.w);
                     mma_u8s8(high[n][1], field(c.z, 2), field(c.w, 2), field(c.z, 3), field(c.w, 3), w.z, w.w);
                 }
+            };
+            const auto codes_of = [&](int g) { return *reinterpret_cast<const Words4*>(p + key_load(page_.planes_k, half, g, r, q)); };
+            if constexpr (F.any_planes) {  // a loop: codes are asked for one group ahead
+                const int groups = full_groups(page_.planes_k);
+                Words4 next = codes_of(0);  // of a tail, if there is no group
+#pragma unroll 1
+                for (int g = 0; g < groups; g++) {
+                    const Words4 c = next;
+                    if (g + 1 < groups) { next = codes_of(g + 1); }
+                    multiply(c, g);
+                }
+            } else {
+#pragma unroll
+                for (int g = 0; g < D::kGroupsK; g++) { multiply(codes_of(g), g); }
             }
             if constexpr (D::kTailK) {
-                const Words4 c = *reinterpret_cast<const Words4*>(p + key_tail_load(D::kPlanesK, half, r, q));
-                const Pair x0 = key_tail_fields(c.x, q), x1 = key_tail_fields(c.y, q);
-                const Pair y0 = key_tail_fields(c.z, q), y1 = key_tail_fields(c.w, q);
+                if (has_tail(page_.planes_k)) {
+                    const Words4 c = *reinterpret_cast<const Words4*>(p + key_tail_load(page_.planes_k, half, r, q));
+                    const Pair x0 = key_tail_fields(c.x, q), x1 = key_tail_fields(c.y, q);
+                    const Pair y0 = key_tail_fields(c.z, q), y1 = key_tail_fields(c.w, q);
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const Words2 w = query_tail(n);
-                    int (&tail)[2][4] = D::kFineQuery ? low[n] : high[n];
-                    mma_u8s8(tail[0], x0.first, x1.first, x0.second, x1.second, w.x, w.y);
-                    mma_u8s8(tail[1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
+                    for (int n = 0; n < NT; n++) {
+                        const Words2 w = query_tail(n);
+                        int (&tail)[2][4] = D::kFineQuery ? low[n] : high[n];
+                        mma_u8s8(tail[0], x0.first, x1.first, x0.second, x1.second, w.x, w.y);
+                        mma_u8s8(tail[1], y0.first, y1.first, y0.second, y1.second, w.x, w.y);
+                    }
                 }
             }
 #pragma unroll
@@ -434,21 +452,22 @@ class Coded {
     struct ValueCodes {
         simt::Words2 first[D::kGroupsV > 0 ? D::kGroupsV : 1], second[D::kGroupsV > 0 ? D::kGroupsV : 1];
     };
-    CRUMB_DEVICE static ValueCodes value_codes(const u8* p, int half, int r, int q) {
+    CRUMB_DEVICE ValueCodes value_codes(const u8* p, int half, int r, int q) const {
         using namespace simt;
         ValueCodes codes;
-        const u8* at = p + D::kAt.value_codes;
+        const u8* at = p + page_.at.value_codes;
 #pragma unroll
         for (int g = 0; g < D::kGroupsV; g++) {
-            codes.first[g] = *reinterpret_cast<const Words2*>(at + value_load(D::kPlanesV, half, g, 0, r, q));
-            codes.second[g] = *reinterpret_cast<const Words2*>(at + value_load(D::kPlanesV, half, g, 1, r, q));
+            if (g >= full_groups(page_.planes_v)) { continue; }
+            codes.first[g] = *reinterpret_cast<const Words2*>(at + value_load(page_.planes_v, half, g, 0, r, q));
+            codes.second[g] = *reinterpret_cast<const Words2*>(at + value_load(page_.planes_v, half, g, 1, r, q));
         }
         return codes;
     }
 
     CRUMB_DEVICE void values(const u8* p, const ValueCodes& first, int r, int q, const u32 (&fixed)[NT][8]) {
         using namespace simt;
-        const u8* codes = p + D::kAt.value_codes;
+        const u8* codes = p + page_.at.value_codes;
         constexpr u32 kOnes = 0x01010101u;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -462,6 +481,7 @@ class Coded {
             const ValueCodes own = kValuesAhead && half == 0 ? first : value_codes(p, half, r, q);
 #pragma unroll
             for (int g = 0; g < D::kGroupsV; g++) {
+                if (g >= full_groups(page_.planes_v)) { continue; }
                 const Words2 c = own.first[g], d = own.second[g];
 #pragma unroll
                 for (int f = 0; f < 4; f++) {
@@ -471,14 +491,16 @@ class Coded {
                 }
             }
             if constexpr (D::kTailV) {
-                const Words2 c = *reinterpret_cast<const Words2*>(codes + value_tail_load(D::kPlanesV, half, r, q));
+                if (has_tail(page_.planes_v)) {
+                    const Words2 c = *reinterpret_cast<const Words2*>(codes + value_tail_load(page_.planes_v, half, r, q));
 #pragma unroll
-                for (int s = 0; s < 2; s++) {
-                    const Pair x0 = value_tail_fields(c.x, s, q), x1 = value_tail_fields(c.y, s, q);
+                    for (int s = 0; s < 2; s++) {
+                        const Pair x0 = value_tail_fields(c.x, s, q), x1 = value_tail_fields(c.y, s, q);
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        mma_u8u8(acc_[n][4 * D::kGroupsV + s], x0.first, x1.first, x0.second, x1.second, b[n].first,
-                                 b[n].second);
+                        for (int n = 0; n < NT; n++) {
+                            mma_u8u8(acc_[n][D::kTailPlaneV / 16 + s], x0.first, x1.first, x0.second, x1.second, b[n].first,
+                                     b[n].second);
+                        }
                     }
                 }
             }
@@ -502,7 +524,7 @@ class Coded {
         for (int g = 0; g < kMeanGroups; g++) {
             const int channel = 128 * g + 4 * lane();
             if (channel >= D::kDimV) { continue; }
-            const u32 word = *reinterpret_cast<const u32*>(p + D::kAt.value_mean + channel);
+            const u32 word = *reinterpret_cast<const u32*>(p + page_.at.value_mean + channel);
             float mean[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) { mean[i] = float(int8_t(word >> (8 * i))); }
@@ -524,6 +546,7 @@ class Coded {
         return *reinterpret_cast<simt::Floats4*>(shared_means_ + column * D::kDimV + 128 * group + 4 * simt::lane());
     }
 
+    const PageLayout<F> page_;
     u32 query_[D::kQueryInRegisters ? kWords : 1];
     const u32* shared_;
     float* shared_means_;

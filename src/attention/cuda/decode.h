@@ -40,47 +40,59 @@ struct DecodeArgs {
     int n_head_kv, column_blocks;
     int sink;
     float softcap;  // of logits in units of log2, or 0
+    PagePlanes planes;
 };
 
 // A warp's copies, ahead of its arithmetic.
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 class Ring {
     using D = DecodeFormat<F, NT>;
 
   public:
-    CRUMB_DEVICE Ring(const DecodeArgs& a, u8* pages, simt::u64* barriers, int record) : a_(a), pages_(pages), barriers_(barriers) {
+    CRUMB_DEVICE Ring(const DecodeArgs& a, u8* pages, simt::u64* barriers, int record)
+        : a_(a), pages_(pages), barriers_(barriers), bytes_(PageLayout<F>(a.planes).at.bytes) {
         using namespace simt;
-        for (int s = 0; s < D::kStages; s++) { copy_init(barriers + s); }
+        if constexpr (F.any_planes) { stages_ = least(D::kMostStages, int(D::kRingBytes / bytes_)); }
+        for (int s = 0; s < n_stages(); s++) { copy_init(barriers + s); }
         copy_ready();
         next_ = record;
         if (!load_record()) { return; }
         const WorkRecord& first = a_.records[current_];
 #pragma unroll
-        for (int s = 0; s < D::kStages; s++) {  // ids come with the record: the first copies wait for one load alone
-            if (item_ < end_) { copy(s, first.ids[s]); }
+        for (int s = 0; s < D::kMostStages; s++) {  // ids come with the record: the first copies wait for one load alone
+            if (item_ < end_ && s < n_stages()) { copy(s, first.ids[s]); }
         }
         load_ids();
-        for (int s = int(item_ - base_); s < D::kStages; s++) { issue(s); }
+        for (int s = int(item_ - base_); s < n_stages(); s++) { issue(s); }
     }
 
     // The oldest page, when it has come.
     CRUMB_DEVICE const u8* wait() {
         simt::copy_wait(barriers_ + stage_, phase_);
-        return pages_ + stage_ * D::kPageBytes;
+        return pages_ + u32(stage_) * page_bytes();
     }
 
     // It has been read: its place is for the next one.
     CRUMB_DEVICE void release() {
         simt::sync_warp();
         issue(stage_);
-        if (++stage_ == D::kStages) {
+        if (++stage_ == n_stages()) {
             stage_ = 0;
             phase_ ^= 1;
         }
     }
 
   private:
-    static_assert(D::kStages <= kRecordIds);
+    static_assert(D::kMostStages <= kRecordIds);
+
+    CRUMB_DEVICE int n_stages() const {
+        if constexpr (F.any_planes) { return stages_; }
+        return D::kStages;
+    }
+    CRUMB_DEVICE u32 page_bytes() const {
+        if constexpr (F.any_planes) { return bytes_; }
+        return D::kPageBytes;
+    }
 
     // The next record with coded items, or false.
     CRUMB_DEVICE bool load_record() {
@@ -93,7 +105,7 @@ class Ring {
             item_ = base_ = record.first;
             end_ = record.coded_end;
             ids_at_ = a_.coded_ids + record.tile.sequence * a_.ids_stride + record.tile.coded_first;
-            head_ = a_.coded + size_t(head_of % a_.n_head_kv) * D::kPageBytes;
+            head_ = a_.coded + size_t(head_of % a_.n_head_kv) * page_bytes();
             if (item_ < end_) { return true; }
         }
         next_ = -1;
@@ -122,14 +134,15 @@ class Ring {
     }
 
     CRUMB_DEVICE void copy(int stage, u32 id) {
-        simt::copy_begin(barriers_ + stage, pages_ + stage * D::kPageBytes, head_ + size_t(id) * a_.coded_stride, D::kPageBytes);
+        simt::copy_begin(barriers_ + stage, pages_ + u32(stage) * page_bytes(), head_ + size_t(id) * a_.coded_stride, page_bytes());
         item_++;
     }
 
     const DecodeArgs& a_;
     u8* pages_;
     simt::u64* barriers_;
-    int stage_ = 0;
+    u32 bytes_;
+    int stages_ = 0, stage_ = 0;
     u32 phase_ = 0;
     int current_ = 0, next_, item_ = 0, end_ = 0, base_ = 0;
     const u32* ids_at_ = nullptr;
@@ -143,7 +156,7 @@ struct alignas(16) Piece {
     int first_block, last_block;
 };
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 class Decode {
     using D = DecodeFormat<F, NT>;
     static constexpr u32 kExactBytes = u32(kPageTokens) * (D::kDimK + D::kDimV) * 2;
@@ -194,7 +207,7 @@ class Decode {
         constexpr int kItems = kPageTokens / kExactTokens;
         const auto window = [&](int item) { return ids[tile.exact_group(item - tile.n_coded) / kItems]; };
         if (record.first < coded_end) {
-            Coded<F, NT> coded;
+            Coded<F, NT> coded(a.planes);
             coded.begin(query, reinterpret_cast<u32*>(mine + D::kQueryAt), reinterpret_cast<float*>(mine + D::kMeansAt), a.softcap,
                         a.sink, a.heads[head]);
 #pragma unroll 1

@@ -26,20 +26,75 @@ struct PageOffsets {
     u32 value_codes, key_info, value_info, key_mean, value_mean, bytes;
 };
 
+// What kernels are compiled for: pages of one format; or, with any_planes, of every format that has at most so many planes and
+// page means on both sides, one or none. `planes` has many formats, and which ones a model has is known when it is loaded.
+struct KernelFormat {
+    SideFormat k, v;
+    bool any_planes = false;
+
+    constexpr KernelFormat(const PageFormat& format, bool any = false) : k(format.k), v(format.v), any_planes(any) {}
+    constexpr KernelFormat(const SideFormat& key, const SideFormat& value, bool any) : k(key), v(value), any_planes(any) {}
+
+    bool operator==(const KernelFormat&) const = default;
+    bool takes(const PageFormat& f) const {
+        const auto fits = [](const SideFormat& own, const SideFormat& side) {
+            SideFormat largest = side;
+            largest.planes = own.planes, largest.mean = own.mean;
+            return largest == own && side.planes <= own.planes && (own.mean || !side.mean);
+        };
+        if (f.tokens != kPageTokens) { return false; }
+        return any_planes ? fits(k, f.k) && fits(v, f.v) : k == f.k && v == f.v;
+    }
+};
+
+// What a format has of a KernelFormat: an argument of every launch.
+struct PagePlanes {
+    int k, v;
+    bool mean_k, mean_v;
+};
+inline PagePlanes planes_of(const PageFormat& f) { return {f.k.planes, f.v.planes, f.k.mean, f.v.mean}; }
+
+// The tail of 32 planes of an odd count lies where the last full group of the largest count would be, in tables, queries and
+// sums: so these have one shape for all counts, and planes that a page lacks are zeros there.
+CRUMB_BOTH constexpr int place_of_plane(int plane, int planes, int widest) {
+    const int tail_from = planes / 64 * 64;
+    return plane < tail_from || planes == widest ? plane : widest - 64 + plane - tail_from;
+}
+
 CRUMB_BOTH constexpr u32 info_bytes(SideInfo info) {
     return u32(kPageTokens) * (info == SideInfo::scale_zero ? 4 : info == SideInfo::gain16 ? 2 : info == SideInfo::gain8 ? 1 : 0);
 }
 
-CRUMB_BOTH constexpr PageOffsets page_offsets(const PageFormat& f) {
+CRUMB_BOTH constexpr PageOffsets page_offsets(const KernelFormat& f, const PagePlanes& planes) {
     PageOffsets at = {};
-    at.value_codes = u32(kPageTokens / 4 * f.k.planes);
-    at.key_info = at.value_codes + u32(kPageTokens / 4 * f.v.planes);
+    at.value_codes = u32(kPageTokens / 4 * planes.k);
+    at.key_info = at.value_codes + u32(kPageTokens / 4 * planes.v);
     at.value_info = at.key_info + info_bytes(f.k.info);
     at.key_mean = at.value_info + info_bytes(f.v.info);
-    at.value_mean = at.key_mean + u32(f.k.mean ? f.k.dim : 0);
-    at.bytes = at.value_mean + u32(f.v.mean ? f.v.dim : 0);
+    at.value_mean = at.key_mean + u32(planes.mean_k ? f.k.dim : 0);
+    at.bytes = at.value_mean + u32(planes.mean_v ? f.v.dim : 0);
     return at;
 }
+CRUMB_BOTH constexpr PageOffsets page_offsets(const KernelFormat& f) {
+    return page_offsets(f, {f.k.planes, f.v.planes, f.k.mean, f.v.mean});
+}
+
+// A page as a kernel sees it: constants, or what the launch says.
+template <KernelFormat F, bool kAny = F.any_planes>
+struct PageLayout {
+    static constexpr PageOffsets at = page_offsets(F);
+    static constexpr int planes_k = F.k.planes, planes_v = F.v.planes;
+    static constexpr bool mean_k = F.k.mean, mean_v = F.v.mean;
+    CRUMB_BOTH explicit PageLayout(const PagePlanes&) {}
+};
+template <KernelFormat F>
+struct PageLayout<F, true> {
+    PageOffsets at;
+    int planes_k, planes_v;
+    bool mean_k, mean_v;
+    CRUMB_BOTH explicit PageLayout(const PagePlanes& p)
+        : at(page_offsets(F, p)), planes_k(p.k), planes_v(p.v), mean_k(p.mean_k), mean_v(p.mean_v) {}
+};
 
 inline constexpr int kMaxTiles = 3;        // NT
 inline constexpr int kExactTokens = 16;    // of an item of the exact window
@@ -60,15 +115,18 @@ static_assert(sizeof(QueryColumn) == 32);
 // Scalars behind the sums of a column.
 enum EntryScalar { kTop, kSum, kCodedSum, kZeroSum, kEntryScalars = 8 };
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 struct DecodeFormat {
     static constexpr int kDimK = F.k.dim, kDimV = F.v.dim, kPlanesK = F.k.planes, kPlanesV = F.v.planes;
     static_assert(kDimK % 64 == 0 && kDimV % 64 == 0 && NT >= 1 && NT <= kMaxTiles);
     static constexpr int kGroupsK = full_groups(kPlanesK), kGroupsV = full_groups(kPlanesV);
-    static constexpr bool kTailK = has_tail(kPlanesK), kTailV = has_tail(kPlanesV);
+    // Whether pages may have one, and where its planes lie.
+    static constexpr bool kTailK = F.any_planes || has_tail(kPlanesK), kTailV = F.any_planes || has_tail(kPlanesV);
+    static constexpr int kTailPlaneK = 64 * (kGroupsK - F.any_planes), kTailPlaneV = 64 * (kGroupsV - F.any_planes);
+    static_assert(!F.any_planes || (kPlanesK % 64 == 0 && kPlanesV % 64 == 0 && F.k.mean && F.v.mean));
     static constexpr int kColumns = 4 * NT;
     static constexpr PageOffsets kAt = page_offsets(F);
-    static constexpr u32 kPageBytes = kAt.bytes;
+    static constexpr u32 kPageBytes = kAt.bytes;  // of the largest page
     static_assert(kPageBytes % 16 == 0);
 
     // Sums of a column: planes of V, channels of V, scalars. 8 floats behind a multiple of 32 spread columns over banks.
@@ -87,7 +145,7 @@ struct DecodeFormat {
     // instructions.
     static constexpr bool kFineQuery = NT == 1;
     // The query in registers where that is at most 8 of them, else in shared memory; its scalars always there.
-    static constexpr bool kQueryInRegisters = kCodeWords / 32 <= 8;
+    static constexpr bool kQueryInRegisters = kCodeWords / 32 <= 8 && !F.any_planes;
     static constexpr int kSharedMeanAt = kQueryInRegisters ? 0 : kCodeWords;
     static constexpr int kSharedColumnAt = kSharedMeanAt + kMeanWords;
     static constexpr int kSharedWords = kSharedColumnAt + kColumns * 8;
@@ -104,8 +162,9 @@ struct DecodeFormat {
     }
     static constexpr int kStages = stages();
     static constexpr u32 kRingBytes = kStages * kPageBytes;
+    static constexpr int kMostStages = F.any_planes ? 4 : kStages;  // of smaller pages there is room for more
     static constexpr u32 kQueryAt = kRingBytes, kMeansAt = kQueryAt + kSharedWords * 4, kBarriersAt = kMeansAt + kMeanFloats * 4;
-    static constexpr u32 kWarpBytes = (kBarriersAt + kStages * 8 + 127) / 128 * 128;
+    static constexpr u32 kWarpBytes = (kBarriersAt + kMostStages * 8 + 127) / 128 * 128;
     static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
     // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8.
     static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);
@@ -115,7 +174,6 @@ struct DecodeFormat {
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
     static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps;
 
-    static constexpr u32 kCodedUnits = (kPageBytes + 127) / 128;
     // Exact tokens are read in place, which takes a warp with few columns twice as long as their bytes would.
     static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * (NT == 1 ? 4 : 2) / 128;
 };

@@ -7,7 +7,7 @@
 
 namespace crumb::cuda {
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 class Exact {
     using D = DecodeFormat<F, NT>;
     static constexpr int kTiles = D::kDimV / 16;

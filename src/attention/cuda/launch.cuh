@@ -12,10 +12,15 @@
 
 namespace crumb::cuda {
 
-// A format as a type: nvcc 13.0 cannot write the host's side of an entry whose template argument is a PageFormat.
+// Formats as types: nvcc 13.0 cannot write the host's side of an entry whose template argument is a KernelFormat.
 template <int kDim, int kPlanesK, int kPlanesV, SideInfo kInfo, bool kMean = false>
 struct Page {
-    static constexpr PageFormat kFormat = {.k = {kDim, kPlanesK, kInfo, kMean}, .v = {kDim, kPlanesV, kInfo, kMean}};
+    static constexpr KernelFormat kFormat = {{kDim, kPlanesK, kInfo, kMean}, {kDim, kPlanesV, kInfo, kMean}, false};
+};
+// Pages of `planes` with up to kPlanes planes on either side.
+template <int kDim, int kPlanes>
+struct AnyPage {
+    static constexpr KernelFormat kFormat = {{kDim, kPlanes, SideInfo::gain8, true}, {kDim, kPlanes, SideInfo::gain8, true}, true};
 };
 
 template <class P, int NT, bool kFew>
@@ -77,7 +82,7 @@ Kernels device_kernels() {
     };
     if constexpr (P::kFormat.k.dim <= 128) {
         k.unpack = [](const UnpackArgs& args, int blocks, Stream stream) {
-            launch<UnpackArgs>(unpack_kernel<P>, args, blocks, kUnpackThreads, Unpack<P::kFormat>::kShared, stream);
+            launch<UnpackArgs>(unpack_kernel<P>, args, blocks, kUnpackThreads, Unpack<P::kFormat>::shared_bytes(args.planes), stream);
         };
     }
     return k;

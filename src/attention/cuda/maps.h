@@ -11,6 +11,7 @@
 #include "attention/cuda/decode_format.h"
 #include "attention/cuda/parts.h"
 #include "attention/cuda/plan.h"
+#include "attention/cuda/rows.h"
 
 namespace crumb::cuda {
 
@@ -22,7 +23,7 @@ inline constexpr float kLog2e = 1.44269504f;
 
 // Static tables of a KV head on the device; null where the format has none.
 struct HeadArrays {
-    const float* k_decode_t;   // [D_k][P_k]: B transposed
+    const float* k_decode_t;   // [D_k][P_k]: B transposed; of kernels that take any planes, as many as these have
     const float* k_ones;       // [D_k]
     const float* k_mean;       // [D_k]
     const float* k_mean_step;  // [D_k]
@@ -50,6 +51,9 @@ struct MapArgs {
     const float* sinks;       // [n_head] or null
     float* out;               // row `token` at out + token * out_stride: [n_head][D_v]
     size_t out_stride;
+    PagePlanes planes;
+    RowArgs stores;          // of map_query(): few new rows, stored by its last blocks
+    int store_blocks;
 };
 
 // Which row and head a column of a segment stands for. Columns that are not there repeat the first, with a zero query.
@@ -142,14 +146,14 @@ struct MapShare {
         column_block = b / columns_apart % a.column_blocks;
         kv_head = b / columns_apart / a.column_blocks;
         first_tile = simt::block() / lanes;
-        tile_step = simt::n_blocks() / lanes;
+        tile_step = (simt::n_blocks() - a.store_blocks) / lanes;
     }
     CRUMB_DEVICE int segment(const MapArgs& a, int tile) const {
         return (tile * a.n_head_kv + kv_head) * a.column_blocks + column_block;
     }
 };
 
-template <PageFormat F, int NT>
+template <KernelFormat F, int NT>
 class Maps {
     using D = DecodeFormat<F, NT>;
 
@@ -177,11 +181,14 @@ class Maps {
     CRUMB_DEVICE static void query(const MapArgs& a, std::byte* shared) {
         using namespace simt;
         using S = Shape<kFew>;
+        const int others = n_blocks() - a.store_blocks;
+        if (block() >= others) { return store_f32_rows(a.stores, 1, block() - others, shared); }
         const MapShare share(a, 1);
         const HeadArrays& head = a.heads[share.kv_head];
         float* const q = reinterpret_cast<float*>(shared);     // [D_k][column], times scale and log2 e
         float* const mapped = q + D::kColumns * D::kDimK;      // [part][column][P_k]
         int* const steps = reinterpret_cast<int*>(mapped + S::QueryProduct::kParts * D::kColumns * D::kPlanesK);  // [column][D_k]
+        const PageLayout<F> page(a.planes);
         const typename S::QueryProduct product(head.k_decode_t);
         const Vectors vectors(head);
         // Where element i of a tile's queries lies, or null.
@@ -209,7 +216,7 @@ class Maps {
             sync_block();
             for (int c = warp(); c < D::kColumns; c += n_threads() / kWarp) {
                 const Column column = column_of(c, D::kColumns, share.column_block, a.rows_per_tile, a.group, share.kv_head);
-                const QueryColumn scalars = quantise<S>(vectors, rows[column.row], q + c, mapped, c, steps);
+                const QueryColumn scalars = quantise<S>(vectors, rows[column.row], q + c, mapped, c, steps, has_tail(page.planes_k));
                 if (lane() == 0) { reinterpret_cast<QueryColumn*>(record + D::kColumnAt)[c] = scalars; }
             }
             sync_block();
@@ -306,7 +313,9 @@ class Maps {
                 const int d = simt::lane() + simt::kWarp * i;
                 if (has_ones) { ones[i] = head.k_ones[d]; }
                 if (has_mean) { mean[i] = head.k_mean[d]; }
-                if constexpr (F.k.mean) { mean_step[i] = head.k_mean_step[d]; }
+                if constexpr (F.k.mean) {
+                    if (head.k_mean_step) { mean_step[i] = head.k_mean_step[d]; }
+                }
             }
         }
     };
@@ -340,8 +349,8 @@ class Maps {
     static constexpr float kCodedQueryTop = D::kFineQuery ? kFineQueryTop : kCoarseQueryTop;
 
     // What the integer of plane p is multiplied with. A digit counts 64 / multiple of an integer's unit.
-    CRUMB_DEVICE static int multiple(int p) {
-        const bool tail = p >= 64 * D::kGroupsK;
+    CRUMB_DEVICE static int multiple(int p, bool has_tail) {
+        const bool tail = has_tail && p >= D::kTailPlaneK;
         if constexpr (D::kFineQuery) { return tail || p / 16 % 2 == 0 ? 4 : 1; }
         return tail ? 64 : 64 >> (2 * (p / 16 % 4));
     }
@@ -349,7 +358,7 @@ class Maps {
     // One warp, one column: integers over the first part of `mapped` and in `steps`. q: of the column.
     template <class S>
     CRUMB_DEVICE static QueryColumn quantise(const Vectors& vectors, const QueryRow& row, const float* q, float* mapped, int c,
-                                             int* steps) {
+                                             int* steps, bool has_tail) {
         using namespace simt;
         u32 most = 0;  // bits of |x|: what is not finite is above all that is
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
@@ -369,7 +378,7 @@ class Maps {
         int centre = 0;
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
             const float x = odd == 0 ? mapped[c * D::kPlanesK + p] : 0.0f;
-            const int m = multiple(p), v = int(rintf(x * (float(m) * inverse)));
+            const int m = multiple(p, has_tail), v = int(rintf(x * (float(m) * inverse)));
             centre += 3 * (64 / m) * v;  // in halves
             reinterpret_cast<int*>(mapped)[c * D::kPlanesK + p] = v;
         }
@@ -423,7 +432,7 @@ class Maps {
                 word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + 64 * g + 16 * f + 4 * (l % 4), l / 4 % 2 == 0);
             } else if (i < D::kMeanAt) {
                 const int t = i - D::kTailAt, w = t % 2, l = t / 2 % 32, n = t / 64;
-                word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + 64 * D::kGroupsK + 16 * w + 4 * (l % 4), l / 4 % 2 == 0);
+                word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + D::kTailPlaneK + 16 * w + 4 * (l % 4), l / 4 % 2 == 0);
             } else if (i < D::kExactAt) {
                 const int t = i - D::kMeanAt, w = t % 4, l = t / 4 % 32, g = t / 128 % (D::kDimK / 64), n = t / 128 / (D::kDimK / 64);
                 word = four_bytes(steps + (4 * n + l / 8) * D::kDimK + 64 * g + 16 * (l % 4) + 4 * w, l / 4 % 2 == 0);

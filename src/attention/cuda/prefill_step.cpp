@@ -19,14 +19,14 @@ size_t prefill_shared_bytes(int dim) {
 }
 
 int PrefillShape::slice_entries() const {
-    const size_t most_entries = 2 * std::max<size_t>(ids_stride, 1);
+    const size_t all = std::max<size_t>(most_entries, 1);
     const size_t fitting = tile_bytes / (pair_bytes(dim) * size_t(n_head_kv) * size_t(std::max(n_chunks, 1))) * 2;
-    const size_t entries = std::min(most_entries, std::max<size_t>(fitting, 2));
-    const size_t slices = (most_entries + entries - 1) / entries;  // of equal size
-    return int((most_entries + 2 * slices - 1) / (2 * slices) * 2);
+    const size_t entries = std::min(all, std::max<size_t>(fitting, 2));
+    const size_t slices = (all + entries - 1) / entries;  // of equal size
+    return int((all + 2 * slices - 1) / (2 * slices) * 2);
 }
 
-int PrefillShape::slices() const { return int((2 * ids_stride + size_t(slice_entries()) - 1) / size_t(slice_entries())); }
+int PrefillShape::slices() const { return int((most_entries + size_t(slice_entries()) - 1) / size_t(slice_entries())); }
 
 PrefillWorkspace prefill_workspace(const PrefillShape& shape) {
     PrefillWorkspace w;
@@ -84,7 +84,8 @@ void unpack_slice(const Kernels& kernels, int i, const PrefillShape& shape, cons
                     .slice_entries = entries,
                     .heads = layer.heads,
                     .constants = layer.constants,
-                    .tiles = reinterpret_cast<u8*>(memory + w.pairs)},
+                    .tiles = reinterpret_cast<u8*>(memory + w.pairs),
+                    .planes = kernels.planes},
                    groups * parts, stream);
 }
 

@@ -27,7 +27,7 @@ struct PrefillShape {
     int n_chunks = 0, rows_per_chunk = 0;
     int n_head = 0, n_head_kv = 0;
     int blocks = 0;         // one a multiprocessor
-    size_t ids_stride = 0;  // of the step's tables: no chunk reads more blocks than that, of either kind
+    size_t most_entries = 0;  // of a chunk: blocks that it reads exactly and blocks that it reads through codes
     int dim = 0;
     size_t tile_bytes = size_t(160) << 20;  // for tiles, about: what does not fit is done in slices
 

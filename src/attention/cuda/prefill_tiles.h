@@ -30,6 +30,7 @@ struct UnpackArgs {
     const HeadArrays* heads;
     const HeadConstants* constants;
     u8* tiles;  // [chunk][KV head][slice_entries / 2] pairs
+    PagePlanes planes;
 };
 
 template <int kDim>
@@ -37,19 +38,23 @@ inline constexpr u32 kKeyPairBytes = u32(kDim / 64 * 128 * kTileRowBytes);
 template <int kDim>
 inline constexpr u32 kPairBytes = 2 * kKeyPairBytes<kDim>;
 
-template <PageFormat F>
+template <KernelFormat F>
 class Unpack {
     static_assert(F.k.dim == F.v.dim && F.k.dim % 64 == 0);
-    static constexpr int kDim = F.k.dim, kPlanesK = F.k.planes, kPlanesV = F.v.planes;
-    static constexpr PageOffsets kAt = page_offsets(F);
-    // BF16 maps [channel][plane]. Rows are that far apart that neither K's 8-byte reads of rows 4 r nor V's 4-byte reads
-    // of rows r meet a bank twice.
-    static constexpr u32 kStrideK = 2 * kPlanesK + 8, kStrideV = 2 * kPlanesV + 16;
-    static constexpr u32 kMapV = (kDim * kStrideK + 15) / 16 * 16, kChannels = (kMapV + kDim * kStrideV + 15) / 16 * 16;
+    static constexpr int kDim = F.k.dim;
+    static constexpr int kMostK = up(F.k.planes, 64), kMostV = up(F.v.planes, 64);  // groups of planes, a tail is one too
     enum { kOnesK, kOnesV, kMeanV, kStepK, kStepV, kArrays };  // [kDim] floats
+    using Layout = PageLayout<F>;
+
+    // Shared memory: BF16 maps [channel][plane]. Rows are that far apart that neither K's 8-byte reads of rows 4 r nor V's
+    // 4-byte reads of rows r meet a bank twice.
+    static constexpr u32 stride_k(int planes) { return u32(2 * planes + 8); }
+    static constexpr u32 stride_v(int planes) { return u32(2 * planes + 16); }
+    static constexpr u32 map_v(const PagePlanes& p) { return (kDim * stride_k(p.k) + 15) / 16 * 16; }
+    static constexpr u32 channels_at(const PagePlanes& p) { return (map_v(p) + kDim * stride_v(p.v) + 15) / 16 * 16; }
 
   public:
-    static constexpr u32 kShared = kChannels + kArrays * kDim * 4 + 16;
+    static constexpr u32 shared_bytes(const PagePlanes& planes) { return channels_at(planes) + kArrays * kDim * 4 + 16; }
 
     // Block: n_head_kv * chunk + head, times parts of a slice.
     CRUMB_DEVICE static void run(const UnpackArgs& a, std::byte* memory) {
@@ -57,6 +62,7 @@ class Unpack {
         u8* const shared = reinterpret_cast<u8*>(memory);
         const int part = block() % a.parts, head = block() / a.parts % a.n_head_kv, chunk = block() / a.parts / a.n_head_kv;
         const HeadArrays& tables = a.heads[head];
+        const Unpack unpack(a.planes, shared, a.constants[head]);
         wait_for_previous();
         launch_next();
         const ChunkWork work = a.chunks[chunk];
@@ -64,7 +70,7 @@ class Unpack {
         u8* const pairs = a.tiles + size_t(chunk * a.n_head_kv + head) * (a.slice_entries / 2) * kPairBytes<kDim>;
         const auto pair_of = [&](int entry) { return pairs + (entry - a.from) / 2 * kPairBytes<kDim>; };
         int entry = a.from + part;
-        if (entry < end && entry < work.n_sink + work.n_coded) { load_maps(tables, a.constants[head], shared); }
+        if (entry < end && entry < work.n_sink + work.n_coded) { unpack.load_maps(tables); }
         const auto id_of = [&](int e) {
             const u32* const ids = work.coded(e) ? a.coded_ids : a.exact_ids;
             return e < end ? ids[work.sequence * a.ids_stride + u32(work.block_of(e))] : 0u;
@@ -75,16 +81,16 @@ class Unpack {
             const u32 next = id_of(entry + a.parts);
             u8* const pair = pair_of(entry);
             if (work.coded(entry)) {
-                const u8* const page = a.coded + id * a.coded_stride + size_t(head) * kAt.bytes;
+                const u8* const page = a.coded + id * a.coded_stride + size_t(head) * unpack.page_.at.bytes;
                 const int job = warp() % 8;  // halves of K's or V's tokens and channels
                 if (job < 4) {
-                    keys(page, shared, job % 2, job / 2, a.constants[head], pair, entry % 2);
+                    unpack.keys(page, job % 2, job / 2, pair, entry % 2);
                 } else {
-                    values(page, shared, job % 2, job / 2 % 2, a.constants[head], pair, entry % 2);
+                    unpack.values(page, job % 2, job / 2 % 2, pair, entry % 2);
                 }
             } else {
                 const u8* const record = a.exact + id * a.exact_stride + size_t(head) * kDim * kPageTokens * 4;
-                turn(record, pair, entry % 2, reinterpret_cast<u32*>(shared + kShared - 16));
+                turn(record, pair, entry % 2, reinterpret_cast<u32*>(unpack.channels_ + kArrays * kDim));
             }
             id = next;
         }
@@ -92,24 +98,27 @@ class Unpack {
     }
 
   private:
-    CRUMB_DEVICE static const float* channels(const u8* shared, int array) {
-        return reinterpret_cast<const float*>(shared + kChannels) + array * kDim;
+    CRUMB_DEVICE Unpack(const PagePlanes& planes, u8* shared, const HeadConstants& constants)
+        : page_(planes), constants_(constants), shared_(shared) {
+        const PagePlanes p = {page_.planes_k, page_.planes_v, page_.mean_k, page_.mean_v};
+        stride_k_ = stride_k(p.k), stride_v_ = stride_v(p.v), values_ = shared + map_v(p);
+        channels_ = reinterpret_cast<float*>(shared + channels_at(p));
     }
 
-    CRUMB_DEVICE static void load_maps(const HeadArrays& t, const HeadConstants& constants, u8* shared) {
+    CRUMB_DEVICE const float* channels(int array) const { return channels_ + array * kDim; }
+
+    CRUMB_DEVICE void load_maps(const HeadArrays& t) const {
         using namespace simt;
-        for (int i = thread(); i < kDim * kPlanesK / 4; i += n_threads()) {
-            *reinterpret_cast<Words2*>(shared + i / (kPlanesK / 4) * kStrideK + i % (kPlanesK / 4) * 8) = reinterpret_cast<const Words2*>(t.k_unmap)[i];
-        }
-        for (int i = thread(); i < kDim * kPlanesV / 4; i += n_threads()) {
-            *reinterpret_cast<Words2*>(shared + kMapV + i / (kPlanesV / 4) * kStrideV + i % (kPlanesV / 4) * 8) =
-                reinterpret_cast<const Words2*>(t.v_unmap)[i];
-        }
-        const float* const arrays[kArrays] = {t.k_ones, t.v_ones, t.v_mean, t.k_mean_step, constants.v_mean_step};
-        for (int k = 0; k < kArrays; k++) {
-            for (int i = thread(); i < kDim; i += n_threads()) {
-                reinterpret_cast<float*>(shared + kChannels)[k * kDim + i] = arrays[k] ? arrays[k][i] : 0.0f;
+        const auto load = [&](const u32* table, int planes, u8* to, u32 stride) {  // 4 planes at a time
+            for (int i = thread(); i < kDim * planes / 4; i += n_threads()) {
+                *reinterpret_cast<Words2*>(to + u32(i / (planes / 4)) * stride + u32(i % (planes / 4) * 8)) = reinterpret_cast<const Words2*>(table)[i];
             }
+        };
+        load(t.k_unmap, page_.planes_k, shared_, stride_k_);
+        load(t.v_unmap, page_.planes_v, values_, stride_v_);
+        const float* const arrays[kArrays] = {t.k_ones, t.v_ones, t.v_mean, t.k_mean_step, constants_.v_mean_step};
+        for (int k = 0; k < kArrays; k++) {
+            for (int i = thread(); i < kDim; i += n_threads()) { channels_[k * kDim + i] = arrays[k] ? arrays[k][i] : 0.0f; }
         }
         sync_block();
     }
@@ -123,24 +132,26 @@ class Unpack {
     CRUMB_DEVICE static simt::u32 pack(float a, float b) { return simt::bf16_pair(a, b); }
 
     // 32 tokens of K, kDim / 2 channels. Rows of A are tokens.
-    CRUMB_DEVICE static void keys(const u8* page, const u8* shared, int half, int part, const HeadConstants& constants, u8* pair, int side) {
+    CRUMB_DEVICE void keys(const u8* page, int half, int part, u8* pair, int side) const {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
         float scale[4], zero[4] = {};
-        load_scales<F.k.info>(page + kAt.key_info, half, r, constants.k_reference_log2, scale, zero);
-        Words4 codes[full_groups(kPlanesK) + has_tail(kPlanesK)];
+        load_scales<F.k.info>(page + page_.at.key_info, half, r, constants_.k_reference_log2, scale, zero);
+        const int groups = full_groups(page_.planes_k);
+        const bool tail = has_tail(page_.planes_k);
+        Words4 codes[kMostK];  // the tail's are the last
 #pragma unroll
-        for (int g = 0; g < full_groups(kPlanesK); g++) { codes[g] = *reinterpret_cast<const Words4*>(page + key_load(kPlanesK, half, g, r, q)); }
-        if constexpr (has_tail(kPlanesK)) {
-            codes[full_groups(kPlanesK)] = *reinterpret_cast<const Words4*>(page + key_tail_load(kPlanesK, half, r, q));
+        for (int g = 0; g < kMostK; g++) {
+            if (g < groups) { codes[g] = *reinterpret_cast<const Words4*>(page + key_load(page_.planes_k, half, g, r, q)); }
         }
+        if (tail) { codes[kMostK - 1] = *reinterpret_cast<const Words4*>(page + key_tail_load(page_.planes_k, half, r, q)); }
 #pragma unroll 1
         for (int c0 = part * (kDim / 2); c0 < (part + 1) * (kDim / 2); c0 += 32) {
             float sum[2][4][4] = {};
             const auto multiply = [&](const u32 (&a)[2][4], int plane) {
 #pragma unroll
                 for (int b = 0; b < 4; b++) {
-                    const Words2 map = *reinterpret_cast<const Words2*>(shared + u32(c0 + 4 * r + b) * kStrideK + 2 * plane);
+                    const Words2 map = *reinterpret_cast<const Words2*>(shared_ + u32(c0 + 4 * r + b) * stride_k_ + 2 * plane);
 #pragma unroll
                     for (int m = 0; m < 2; m++) { mma_bf16(sum[m][b], a[m][0], a[m][1], a[m][2], a[m][3], map.x, map.y); }
                 }
@@ -157,7 +168,8 @@ class Unpack {
             };
             u32 a[2][4];
 #pragma unroll
-            for (int g = 0; g < full_groups(kPlanesK); g++) {
+            for (int g = 0; g < kMostK; g++) {
+                if (g >= groups) { continue; }
                 const Words4 c = codes[g];
                 const u32 w[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
@@ -166,24 +178,24 @@ class Unpack {
                     multiply(a, 64 * g + 16 * f + 4 * q);
                 }
             }
-            if constexpr (has_tail(kPlanesK)) {
-                const Words4 c = codes[full_groups(kPlanesK)];
+            if (tail) {
+                const Words4 c = codes[kMostK - 1];
                 const Pair x[4] = {key_tail_fields(c.x, q), key_tail_fields(c.y, q), key_tail_fields(c.z, q), key_tail_fields(c.w, q)};
                 const u32 low[4] = {x[0].first, x[1].first, x[2].first, x[3].first};
                 const u32 high[4] = {x[0].second, x[1].second, x[2].second, x[3].second};
                 operand(low, 0, a);
-                multiply(a, 64 * full_groups(kPlanesK) + 4 * q);
+                multiply(a, 64 * groups + 4 * q);
                 operand(high, 0, a);
-                multiply(a, 64 * full_groups(kPlanesK) + 16 + 4 * q);
+                multiply(a, 64 * groups + 16 + 4 * q);
             }
             // Columns 2 q, 2 q + 1 of product b are channels 8 q + b and 8 q + 4 + b.
             const int channel = c0 + 8 * q;
-            const float* const ones = channels(shared, kOnesK) + channel;
-            const float* const step = channels(shared, kStepK) + channel;
+            const float* const ones = channels(kOnesK) + channel;
+            const float* const step = channels(kStepK) + channel;
             float add[8] = {};
-            if constexpr (F.k.mean) {
+            if (page_.mean_k) {
 #pragma unroll
-                for (int i = 0; i < 8; i++) { add[i] = float(int8_t(page[kAt.key_mean + u32(channel + i)])) * step[i]; }
+                for (int i = 0; i < 8; i++) { add[i] = float(int8_t(page[page_.at.key_mean + u32(channel + i)])) * step[i]; }
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -200,23 +212,27 @@ class Unpack {
     }
 
     // 32 tokens of V, kDim / 2 channels. Rows of A are channels; column n of product b is token 32 half + 4 n + b.
-    CRUMB_DEVICE static void values(const u8* page, const u8* shared, int half, int part, const HeadConstants& constants, u8* pair, int side) {
+    CRUMB_DEVICE void values(const u8* page, int half, int part, u8* pair, int side) const {
         using namespace simt;
         const int r = lane() / 4, q = lane() % 4;
         float scale[8], zero[8] = {};
-        load_scales<F.v.info>(page + kAt.value_info, half, 2 * q, constants.v_reference_log2, scale, zero);
-        load_scales<F.v.info>(page + kAt.value_info, half, 2 * q + 1, constants.v_reference_log2, scale + 4, zero + 4);
+        load_scales<F.v.info>(page + page_.at.value_info, half, 2 * q, constants_.v_reference_log2, scale, zero);
+        load_scales<F.v.info>(page + page_.at.value_info, half, 2 * q + 1, constants_.v_reference_log2, scale + 4, zero + 4);
         const int u = 8 * half + r;
-        Words2 codes[full_groups(kPlanesV) + has_tail(kPlanesV)][2];
+        const int groups = full_groups(page_.planes_v);
+        const bool tail = has_tail(page_.planes_v);
+        Words2 codes[kMostV][2];  // the tail's are the last
+        const auto load = [&](Words2 (&to)[2], int block, int swap) {
+            const u8* const quad = page + page_.at.value_codes + kBlockBytes * block + 8 * (q % 2);
+            to[0] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2) ^ swap));
+            to[1] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2 + 2) ^ swap));
+        };
 #pragma unroll
-        for (int g = 0; g < full_groups(kPlanesV) + has_tail(kPlanesV); g++) {
-            const bool full = g < full_groups(kPlanesV);  // a block of the tail has quads 2 u and 2 u + 1, in fields 0, 1 and 2, 3
-            const int block = full ? (u / 4 * full_groups(kPlanesV) + g) * 4 + u % 4 : 16 * full_groups(kPlanesV) + u / 2;
-            const int swap = (full ? u : u / 2) & 2;
-            const u8* const quad = page + kAt.value_codes + kBlockBytes * block + 8 * (q % 2);
-            codes[g][0] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2) ^ swap));
-            codes[g][1] = *reinterpret_cast<const Words2*>(quad + 16 * ((q / 2 + 2) ^ swap));
+        for (int g = 0; g < kMostV; g++) {
+            if (g < groups) { load(codes[g], (u / 4 * groups + g) * 4 + u % 4, u & 2); }
         }
+        // A block of the tail has quads 2 u and 2 u + 1, in fields 0, 1 and 2, 3.
+        if (tail) { load(codes[kMostV - 1], 16 * groups + u / 2, (u / 2) & 2); }
 #pragma unroll 1
         for (int c0 = part * (kDim / 2); c0 < (part + 1) * (kDim / 2); c0 += 32) {
             float sum[2][4][4] = {};
@@ -225,9 +241,9 @@ class Unpack {
                 u32 a[2][4];
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
-                    const u8* const map = shared + kMapV + u32(c0 + 16 * m + r) * kStrideV + 2 * (plane + 2 * q);
-                    a[m][0] = *reinterpret_cast<const u32*>(map), a[m][1] = *reinterpret_cast<const u32*>(map + 8 * kStrideV);
-                    a[m][2] = *reinterpret_cast<const u32*>(map + 16), a[m][3] = *reinterpret_cast<const u32*>(map + 8 * kStrideV + 16);
+                    const u8* const map = values_ + u32(c0 + 16 * m + r) * stride_v_ + 2 * (plane + 2 * q);
+                    a[m][0] = *reinterpret_cast<const u32*>(map), a[m][1] = *reinterpret_cast<const u32*>(map + 8 * stride_v_);
+                    a[m][2] = *reinterpret_cast<const u32*>(map + 16), a[m][3] = *reinterpret_cast<const u32*>(map + 8 * stride_v_ + 16);
                 }
 #pragma unroll
                 for (int b = 0; b < 4; b++) {
@@ -238,27 +254,27 @@ class Unpack {
                 }
             };
 #pragma unroll
-            for (int g = 0; g < full_groups(kPlanesV) + has_tail(kPlanesV); g++) {
-                const Words2 x = codes[g][0], y = codes[g][1];
-                if (g < full_groups(kPlanesV)) {
-                    const u32 w[4] = {x.x, x.y, y.x, y.y};
+            for (int g = 0; g < kMostV; g++) {
+                if (g >= groups) { continue; }
+                const u32 w[4] = {codes[g][0].x, codes[g][0].y, codes[g][1].x, codes[g][1].y};
 #pragma unroll
-                    for (int f = 0; f < 4; f++) { multiply(w, f, 64 * g + 16 * f); }
-                } else {
-                    const int shift = 4 * (u % 2);
-                    const u32 w[4] = {x.x >> shift, x.y >> shift, y.x >> shift, y.y >> shift};
-                    multiply(w, 0, 64 * g);
-                    multiply(w, 1, 64 * g + 16);
-                }
+                for (int f = 0; f < 4; f++) { multiply(w, f, 64 * g + 16 * f); }
+            }
+            if (tail) {
+                const int shift = 4 * (u % 2);
+                const Words2(&c)[2] = codes[kMostV - 1];
+                const u32 w[4] = {c[0].x >> shift, c[0].y >> shift, c[1].x >> shift, c[1].y >> shift};
+                multiply(w, 0, 64 * groups);
+                multiply(w, 1, 64 * groups + 16);
             }
 #pragma unroll
             for (int row = 0; row < 4; row++) {
                 const int channel = c0 + 16 * (row / 2) + 8 * (row % 2) + r;
-                const float ones = channels(shared, kOnesV)[channel];
-                float add = channels(shared, kMeanV)[channel];
-                if constexpr (F.v.mean) {
-                    add = fma_exact(float(int8_t(page[kAt.value_mean + u32(channel)])),
-                                    channels(shared, kStepV)[channel], add);
+                const float ones = channels(kOnesV)[channel];
+                float add = channels(kMeanV)[channel];
+                if (page_.mean_v) {
+                    add = fma_exact(float(int8_t(page[page_.at.value_mean + u32(channel)])),
+                                    channels(kStepV)[channel], add);
                 }
                 float x[8];
 #pragma unroll
@@ -341,6 +357,13 @@ class Unpack {
             *reinterpret_cast<Words4*>(pair + kKeyPairBytes<kDim> + side * (kDim * kTileRowBytes) + tile_at(row, piece)) = {};
         }
     }
+
+    const Layout page_;
+    const HeadConstants& constants_;
+    u8* shared_;   // K's map
+    u8* values_;   // V's
+    float* channels_;
+    u32 stride_k_, stride_v_;
 };
 
 }  // namespace crumb::cuda

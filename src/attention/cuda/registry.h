@@ -8,11 +8,13 @@
 
 namespace crumb::cuda {
 
-// Decode kernels of every format of this build, one for each number of columns.
+// Decode kernels as this build has them, by what they are compiled for, one for each number of columns.
 std::span<const std::vector<Kernels>> all_kernels();
 
-// Those of a format; empty if it has none.
-std::span<const Kernels> kernels_for(const PageFormat& format);
+// Those of a format, compiled for it alone or else for the fewest planes that are enough; empty if it has none.
+std::vector<Kernels> kernels_for(const PageFormat& format);
+
+void launch_rows(const RowArgs& args, Stream stream);
 
 const PrefillLaunches& prefill_launches();
 

@@ -6,6 +6,36 @@
 
 namespace crumb::cuda {
 
+Kernels fitted(Kernels kernels, const PageFormat& format) {
+    kernels.format = format;
+    kernels.planes = planes_of(format);
+    // Of any planes: that of pages of 2 bits, so that layers which differ in their counts share a plan.
+    PageFormat counted = format;
+    if (kernels.compiled.any_planes) { counted = {.k = kernels.compiled.k, .v = kernels.compiled.v}, counted.k.planes = format.k.dim, counted.v.planes = format.v.dim; }
+    kernels.coded_units = u32((counted.bytes() + 127) / 128);
+    return kernels;
+}
+
+std::vector<float> key_map(const SideTables& side, int widest) {
+    const size_t dim = size_t(side.format.dim);
+    std::vector<float> map(dim * size_t(widest));
+    for (int p = 0; p < side.format.planes; p++) {
+        const size_t at = size_t(place_of_plane(p, side.format.planes, widest));
+        for (size_t d = 0; d < dim; d++) { map[d * size_t(widest) + at] = side.decode[size_t(p) * dim + d]; }
+    }
+    return map;
+}
+
+std::vector<float> value_map(const SideTables& side, int widest) {
+    const size_t dim = size_t(side.format.dim);
+    std::vector<float> map(dim * size_t(widest));
+    for (int p = 0; p < side.format.planes; p++) {
+        const size_t at = size_t(place_of_plane(p, side.format.planes, widest));
+        std::copy_n(&side.decode[size_t(p) * dim], dim, &map[at * dim]);
+    }
+    return map;
+}
+
 const Kernels* choose(std::span<const Kernels> of_format, const StepShape& shape) {
     const Kernels* best = nullptr;
     int least_columns = 0;
@@ -84,7 +114,10 @@ MapArgs map_args(const Kernels& kernels, const StepShape& shape, const StepTable
             .partials = reinterpret_cast<const float*>(memory + w.partials),
             .sinks = layer.sinks,
             .out = layer.out,
-            .out_stride = layer.out_stride};
+            .out_stride = layer.out_stride,
+            .planes = kernels.planes,
+            .stores = {},
+            .store_blocks = 0};
 }
 
 // Blocks that work on `lanes` things side by side: up to four a multiprocessor, each of them on some tiles.
@@ -96,7 +129,10 @@ void map_queries(const Kernels& kernels, const StepShape& shape, const StepTable
                  std::byte* memory, Stream stream) {
     const int lanes = shape.n_head_kv * shape.column_blocks(kernels.columns);
     const bool few = shape.segments(kernels.columns) <= shape.blocks / 2;
-    kernels.map_query(map_args(kernels, shape, tables, layer, memory), map_blocks(shape, lanes), few, stream);
+    MapArgs args = map_args(kernels, shape, tables, layer, memory);
+    args.stores = layer.rows;
+    args.store_blocks = row_blocks(layer.rows);
+    kernels.map_query(args, map_blocks(shape, lanes) + args.store_blocks, few, stream);
 }
 
 void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables& tables, const LayerData& layer,
@@ -119,7 +155,8 @@ void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables
                     .n_head_kv = shape.n_head_kv,
                     .column_blocks = shape.column_blocks(kernels.columns),
                     .sink = tables.sink,
-                    .softcap = layer.softcap * kLog2e},
+                    .softcap = layer.softcap * kLog2e,
+                    .planes = kernels.planes},
                    shape.blocks, stream);
 }
 

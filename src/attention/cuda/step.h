@@ -9,6 +9,10 @@
 // the step: rows, tables and pages may change between two replays of a CUDA graph.
 #pragma once
 
+#include <crumb/recipe.h>
+
+#include <vector>
+
 #include "attention/cuda/decode_format.h"
 #include "attention/cuda/maps.h"
 #include "attention/cuda/plan.h"
@@ -23,7 +27,9 @@ using Stream = void*;  // cudaStream_t
 
 // Kernels of one format and one number of columns.
 struct Kernels {
-    PageFormat format;
+    KernelFormat compiled = PageFormat();
+    PageFormat format;   // one that these take
+    PagePlanes planes = {};
     int columns = 0;  // query rows x heads that a warp takes together
     int warps = 0;    // of a block
     int query_bits = 0;  // of the query's largest element: 15, or 10
@@ -36,15 +42,22 @@ struct Kernels {
     void (*unpack)(const UnpackArgs& args, int blocks, Stream stream) = nullptr;  // of chunks: prefill_step.h
 };
 
-template <PageFormat F, int NT>
-constexpr Kernels kernels_of() {
+// For a format that compiled.takes().
+Kernels fitted(Kernels kernels, const PageFormat& format);
+
+template <KernelFormat F, int NT>
+Kernels kernels_of() {
     using D = DecodeFormat<F, NT>;
     Kernels k;
-    k.format = F, k.columns = D::kColumns, k.warps = D::kWarps, k.query_bits = D::kFineQuery ? 15 : 10;
-    k.coded_units = D::kCodedUnits, k.exact_units = D::kExactUnits;
+    k.compiled = F, k.columns = D::kColumns, k.warps = D::kWarps, k.query_bits = D::kFineQuery ? 15 : 10;
+    k.exact_units = D::kExactUnits;
     k.query_words = D::kQueryWords, k.entry_floats = D::kEntryFloats;
-    return k;
+    return fitted(k, {.k = F.k, .v = F.v});
 }
+
+// Tables of maps as these kernels read them (HeadArrays): B transposed [D][widest], and B [widest][D].
+std::vector<float> key_map(const SideTables& side, int widest);
+std::vector<float> value_map(const SideTables& side, int widest);
 
 // The shape of a step: it may be larger than what a replay needs (rows with kNoToken).
 struct StepShape {
@@ -88,6 +101,7 @@ struct LayerData {
     const float* sinks = nullptr;             // [n_head] or null
     float scale = 1.0f;
     float softcap = 0.0f;
+    RowArgs rows = {};  // to be stored first, few_rows() of them
     const float* q = nullptr;
     size_t q_token_stride = 0, q_head_stride = 0;  // floats
     float* out = nullptr;

@@ -61,7 +61,6 @@ struct EncodeCountsDevice {
 
 struct EncodeArgs {
     EncodeSide k, v;
-    const EncodeJob* jobs;  // grid: (head, side, job), job fastest
     int n_head_kv;
     const u8* exact;
     size_t exact_stride, exact_bytes;  // of a block, of a record
@@ -90,6 +89,11 @@ inline EncodeSide encode_side(const SideRecipe& recipe, const PageFormat& format
 constexpr size_t encode_shared_bytes(int dim, int planes) {
     return 4 * (2 * size_t(dim) * kPitch + size_t(dim) * kPitch / 4 + 4 + 3 * kStarts * kPageTokens + 4 * kPageTokens +
                 2 * size_t(dim) + size_t(planes) + 2 * kChunkRows * size_t(dim) + 4);
+}
+
+inline size_t encode_shared_bytes(const EncodeArgs& a) {
+    return encode_shared_bytes(a.k.format.dim > a.v.format.dim ? a.k.format.dim : a.v.format.dim,
+                               a.k.format.planes > a.v.format.planes ? a.k.format.planes : a.v.format.planes);
 }
 
 // What lies in dword i of a side's codes: the inverse of key_code_at() and value_code_at().
@@ -123,10 +127,26 @@ CRUMB_BOTH ValueWord value_word(int planes, int i) {
 
 class Encode {
   public:
-    CRUMB_DEVICE static void run(const EncodeArgs& a, std::byte* shared) {
-        const int n_jobs = simt::n_blocks() / (2 * a.n_head_kv);  // jobs next to each other share a head's map
-        const int side = simt::block() / n_jobs % 2, head = simt::block() / n_jobs / 2;
-        const EncodeJob job = a.jobs[simt::block() % n_jobs];
+    // Grid: (head, side, job), job fastest, for jobs next to each other share a head's map.
+    CRUMB_DEVICE static void run(const EncodeArgs& a, const EncodeJob* jobs, std::byte* shared) {
+        const int n_jobs = simt::n_blocks() / (2 * a.n_head_kv);
+        one(a, jobs[simt::block() % n_jobs], simt::block() / n_jobs, shared);
+    }
+
+    // The same jobs in many layers: `slots` blocks a layer, head and side of the layer with most heads take them in turns, up to
+    // the first without a source.
+    CRUMB_DEVICE static void run_layers(const EncodeArgs* layers, int most_heads, int slots, const EncodeJob* jobs, int n_jobs, std::byte* shared) {
+        const int part = simt::block() / slots % (2 * most_heads);
+        const EncodeArgs& a = layers[simt::block() / slots / (2 * most_heads)];
+        for (int j = simt::block() % slots; j < n_jobs && jobs[j].source != kNoBlock && part < 2 * a.n_head_kv; j += slots) {
+            one(a, jobs[j], part, shared);
+            simt::sync_block();
+        }
+    }
+
+  private:
+    CRUMB_DEVICE static void one(const EncodeArgs& a, const EncodeJob& job, int part, std::byte* shared) {
+        const int side = part % 2, head = part / 2;
         if (job.source == kNoBlock) { return; }
         const u8* record = a.exact + job.source * a.exact_stride + head * a.exact_bytes;
         u8* page = a.coded + job.target * a.coded_stride + head * a.coded_bytes;
@@ -135,7 +155,6 @@ class Encode {
         encode.side(side == 0, record, page, kept);
     }
 
-  private:
     CRUMB_DEVICE Encode(const EncodeSide& s, int head, std::byte* shared, EncodeCountsDevice* counts, int keep)
         : s_(s), tables_(s.tables[head]), dim_(s.format.dim), keep_(keep), counts_(counts) {
         x_ = reinterpret_cast<float*>(shared);

@@ -7,6 +7,15 @@
 namespace crumb::cuda {
 
 void launch_store(const StoreArgs& args, int n_tokens, void* stream);
-void launch_encode(const EncodeArgs& args, int n_jobs, void* stream);
+void launch_encode(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, void* stream);
+
+// Of many layers in one launch.
+inline constexpr int kJobSlots = 4;
+struct EncodeLayers {
+    const EncodeArgs* args = nullptr;  // [n], on the device
+    int n = 0, most_heads = 0;
+    size_t shared_bytes = 0;  // the largest
+};
+void launch_encode_layers(const EncodeLayers& layers, const EncodeJob* jobs, int n_jobs, void* stream);
 
 }  // namespace crumb::cuda

@@ -1,7 +1,8 @@
 // Rows of K and V as an engine has them, FP32 with strides, into their places in BF16 records: what Cache::store() does on the
 // CPU, with the same roundings. Codes are made later, of what is written here.
 //
-// A thread block takes some stores of a KV head. K lies by channel in a record, so it is turned in shared memory: tokens of a
+// A step of few rows needs no launch for them: blocks of map_query() take a row of a KV head each. In longer ones a thread block
+// takes some stores of a KV head. K lies by channel in a record, so it is turned in shared memory: tokens of a
 // channel are then written side by side.
 #pragma once
 
@@ -18,13 +19,13 @@ inline constexpr int kRowThreads = 256;
 inline constexpr int kChunkStores = 64;  // of a thread block in a long step; in a short one it takes one
 
 struct RowArgs {
-    const float *k, *v;  // row of head h of token t: + t * token stride + h * head stride floats
-    size_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-    const StoreRow* stores;
-    int n_stores;
-    int dim_k, dim_v, n_head_kv;
-    u8* exact;
-    size_t exact_stride;
+    const float *k = nullptr, *v = nullptr;  // row of head h of token t: + t * token stride + h * head stride floats
+    size_t k_token_stride = 0, k_head_stride = 0, v_token_stride = 0, v_head_stride = 0;
+    const StoreRow* stores = nullptr;
+    int n_stores = 0;
+    int dim_k = 0, dim_v = 0, n_head_kv = 0;
+    u8* exact = nullptr;
+    size_t exact_stride = 0;
 };
 
 // to_bf16() of half.h.
@@ -33,13 +34,20 @@ CRUMB_DEVICE u32 bf16_bits(float x) {
     return (u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
 }
 
-constexpr int stores_per_block(int n_stores) { return n_stores < kChunkStores ? 1 : kChunkStores; }
+constexpr bool few_rows(int n_stores) { return n_stores < kChunkStores; }
+constexpr int stores_per_block(int n_stores) { return few_rows(n_stores) ? 1 : kChunkStores; }
+inline int row_blocks(const RowArgs& a) {
+    const int per_block = stores_per_block(a.n_stores);
+    return (a.n_stores + per_block - 1) / per_block * a.n_head_kv;
+}
 constexpr size_t row_shared_bytes(int dim_k, int per_block) { return size_t(per_block) * size_t(dim_k + 2) * 2; }
 
-// Grid: n_stores / per_block, rounded up, x n_head_kv.
-CRUMB_DEVICE void store_f32_rows(const RowArgs& a, int per_block, std::byte* shared) {
+// `index`: of the thread block, below row_blocks().
+CRUMB_DEVICE void store_f32_rows(const RowArgs& a, int per_block, int index, std::byte* shared) {
     using namespace simt;
-    const int first = block() / a.n_head_kv * per_block, head = block() % a.n_head_kv;
+    wait_for_previous();
+    launch_next();
+    const int first = index / a.n_head_kv * per_block, head = index % a.n_head_kv;
     const int n = a.n_stores - first < per_block ? a.n_stores - first : per_block;
     const StoreRow* stores = a.stores + first;
     const size_t record_bytes = size_t(kPageTokens) * size_t(a.dim_k + a.dim_v) * 2;

@@ -1,8 +1,0 @@
-// 1.5 bits with page means.
-#include "attention/cuda/launch.cuh"
-
-namespace crumb::cuda::instances {
-
-std::vector<Kernels> d128_k128_v64_gain8_mean() { return all_columns<Page<128, 128, 64, SideInfo::gain8, true>>(); }
-
-}  // namespace crumb::cuda::instances
