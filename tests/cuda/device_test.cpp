@@ -87,7 +87,11 @@ std::vector<size_t> indices() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, DeviceDecode, testing::ValuesIn(indices()),
-                         [](const auto& index) { return name_of_format(kernels_by_format()[index.param][0].format); });
+                         [](const auto& index) {
+                             const Kernels& kernels = kernels_by_format()[index.param][0];
+                             const KernelFormat& f = kernels.compiled;
+                             return name_of_format(kernels.format) + (f.any_planes ? fmt::format("_of_{}", f.k.planes) : "");
+                         });
 
 TEST(DeviceEncode, ShortBytesAreThoseOfTheCpu) {
     GpuMachine machine;

@@ -60,6 +60,7 @@ inline const std::vector<std::vector<Kernels>>& kernels_by_format() {
             const int d = f.k.dim;
             for (const auto& [k, v, means] : {std::tuple(32, 32, 2), {d, d, 1}, {d, d, 2}, {d, d / 2, 2}, {3 * d / 2, d, 2}, {d / 2 + 32, f.v.planes, 0},
                                               {f.k.planes, f.v.planes - 32, 1}}) {
+                if (k > f.k.planes || v > f.v.planes) { continue; }
                 PageFormat format = {.k = f.k, .v = f.v};
                 format.k.planes = k, format.v.planes = v, format.k.mean = means > 0, format.v.mean = means > 1;
                 result.emplace_back();

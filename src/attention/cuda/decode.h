@@ -50,9 +50,12 @@ class Ring {
 
   public:
     CRUMB_DEVICE Ring(const DecodeArgs& a, u8* pages, simt::u64* barriers, int record)
-        : a_(a), pages_(pages), barriers_(barriers), bytes_(PageLayout<F>(a.planes).at.bytes) {
+        : a_(a), pages_(pages), barriers_(barriers) {
         using namespace simt;
-        if constexpr (F.any_planes) { stages_ = least(D::kMostStages, int(D::kRingBytes / bytes_)); }
+        if constexpr (F.any_planes) {
+            bytes_ = page_offsets(F, a.planes).bytes;
+            stages_ = least(D::kMostStages, int(D::kRingBytes / bytes_));
+        }
         for (int s = 0; s < n_stages(); s++) { copy_init(barriers + s); }
         copy_ready();
         next_ = record;
@@ -141,7 +144,7 @@ class Ring {
     const DecodeArgs& a_;
     u8* pages_;
     simt::u64* barriers_;
-    u32 bytes_;
+    u32 bytes_ = 0;
     int stages_ = 0, stage_ = 0;
     u32 phase_ = 0;
     int current_ = 0, next_, item_ = 0, end_ = 0, base_ = 0;

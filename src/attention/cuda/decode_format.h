@@ -168,7 +168,7 @@ struct DecodeFormat {
     static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
     // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8.
     static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);
-    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > 76;
+    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > (F.any_planes ? 44 : 76);
     static constexpr int kWanted = kSmall ? 16 : kLarge ? 8 : 12;
     static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
