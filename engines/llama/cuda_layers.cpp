@@ -4,91 +4,21 @@
 
 #include <crumb/error.h>
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstring>
 #include <set>
 #include <utility>
 
-#include "capi/cuda.h"
+#include "cuda_node.h"
 #include "ggml-cuda.h"
 
 namespace crumb::llama {
 
 namespace {
 
-static_assert(sizeof(EncodeBlock) == sizeof(crumb_encode_job) && sizeof(EncodeBlock) == sizeof(cuda::EncodeJob) &&
-              sizeof(QueryRow) == sizeof(crumb_row));
-
-// Of a step: from here on the kernel for chunks is faster than tiles of 8 rows, behind short contexts and long ones.
+// Rows of a sequence in a step that make it a chunk. On an H200 a layer's chunk costs much the same from 64 rows (0.55 ms behind
+// 32k tokens) to 512 (0.72 ms), tiles of 8 rows cost in proportion to their number.
 constexpr int kChunkRows = 128;
-
-constexpr const char* kRemedy = "keep the KV cache on the CPU with --no-kv-offload";
-
-void require(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) { fail("CUDA: {}: {}", what, cudaGetErrorString(status)); }
-}
-
-// The device that calls are for, until the end of the scope.
-class OnDevice {
-public:
-    explicit OnDevice(int ordinal) {
-        require(cudaGetDevice(&before_), "device");
-        require(cudaSetDevice(ordinal), "device");
-    }
-    ~OnDevice() { cudaSetDevice(before_); }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
-
-private:
-    int before_ = 0;
-};
-
-class CudaMemory : public DeviceMemory {
-public:
-    explicit CudaMemory(int ordinal) : ordinal_(ordinal) {}
-
-    std::byte* allocate(size_t bytes) override {
-        const OnDevice on(ordinal_);
-        void* memory = nullptr;
-        if (cudaMalloc(&memory, bytes) != cudaSuccess) {
-            cudaGetLastError();
-            size_t free = 0, total = 0;
-            cudaMemGetInfo(&free, &total);
-            fail("no memory for the KV cache on CUDA{}: {:.1f} MiB more are needed and {:.1f} of {:.1f} MiB are free; use a smaller "
-                 "context (-c) or fewer sequences (-np), or {}",
-                 ordinal_, double(bytes) / 1048576.0, double(free) / 1048576.0, double(total) / 1048576.0, kRemedy);
-        }
-        require(cudaMemset(memory, 0, bytes), "memory");
-        require(cudaDeviceSynchronize(), "memory");
-        return static_cast<std::byte*>(memory);
-    }
-    void free(std::byte* memory) override {
-        const OnDevice on(ordinal_);
-        cudaDeviceSynchronize();
-        cudaFree(memory);
-    }
-    void copy(std::byte* to, const std::byte* from, size_t bytes) override { move(to, from, bytes); }
-    void clear(std::byte* to, size_t bytes) override {
-        const OnDevice on(ordinal_);
-        require(cudaDeviceSynchronize(), "wait");
-        require(cudaMemset(to, 0, bytes), "clear");
-        require(cudaDeviceSynchronize(), "clear");
-    }
-    void read(void* to, const std::byte* from, size_t bytes) override { move(to, from, bytes); }
-    void write(std::byte* to, const void* from, size_t bytes) override { move(to, from, bytes); }
-
-private:
-    // The backend's streams do not wait for others.
-    void move(void* to, const void* from, size_t bytes) {
-        const OnDevice on(ordinal_);
-        require(cudaDeviceSynchronize(), "wait");
-        require(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "copy");
-        require(cudaDeviceSynchronize(), "copy");
-    }
-    int ordinal_;
-};
 
 // ggml's parameters of a custom node.
 struct NodeParams {
@@ -106,159 +36,6 @@ NodeParams params_of(const ggml_tensor* node) {
 
 // The function of all nodes here, by which they are known. The scheduler has no reason to run one.
 void on_device_only(ggml_tensor*, int, int, void*) { GGML_ABORT("crumb: a node of a CUDA device came to the CPU"); }
-
-// Layers that share a plan: same kernels, heads and window.
-struct Kind {
-    cuda::KernelFormat kernels;
-    int n_head, n_head_kv, window;
-    bool operator==(const Kind&) const = default;
-};
-
-// Working memory of a kind, or of all chunks, on a device, as large as the largest step so far.
-struct Workspace {
-    std::byte* memory = nullptr;
-    size_t bytes = 0;
-    bool operator==(const Workspace&) const = default;
-};
-
-struct Device {
-    ggml_backend_dev_t handle = nullptr;
-    int ordinal = 0;
-    int multiprocessors = 1;
-    std::unique_ptr<CudaMemory> memory;
-    std::vector<Kind> kinds;
-    std::vector<Workspace> workspaces;  // by kind
-    Workspace chunks;
-    crumb_encode_counts* counts = nullptr;
-    cuda::EncodeLayers encoders;  // of all coded layers, once the cache is there
-    std::vector<std::byte*> owned;
-
-    ~Device() {
-        if (!memory) { return; }
-        for (const auto& workspace : workspaces) { if (workspace.memory) { memory->free(workspace.memory); } }
-        if (chunks.memory) { memory->free(chunks.memory); }
-        for (std::byte* piece : owned) { memory->free(piece); }
-    }
-};
-
-struct Layer {
-    Device* device = nullptr;  // null: not here
-    int owner = -1;
-    size_t kind = 0;
-    bool windowed = false;
-    crumb_layer shape;
-    std::byte* tables = nullptr;
-    size_t coded_stride = 0, exact_stride = 0;
-};
-
-// What a node needs. Graphs and CUDA graphs outlive the step that built them and are told apart by these, so a node is
-// never changed, and lives as long as the context.
-struct Node {
-    const Layer* layer;
-    std::shared_ptr<const StepLayout> layout;
-    Workspace workspace, chunks;
-    bool stores;   // it has K and V
-    bool begins;   // the first of its device: it encodes for all layers, if that can be done so early
-    bool plans;    // the first of its kind
-    int sink;
-    size_t plan;  // index of its rows
-    std::byte *coded, *exact;
-    bool operator==(const Node&) const = default;
-};
-
-const capi::Backend& kernels() {
-    const capi::Backend* backend = capi::cuda_backend();
-    CRUMB_ASSERT(backend);
-    return *backend;
-}
-
-crumb_encode_batch batch_of(const Layer& layer, const StepLayout& layout, const uint32_t* words, std::byte* coded, const std::byte* exact) {
-    return {.backend = CRUMB_CUDA, .n_jobs = layout.n_jobs,
-            .jobs = words ? reinterpret_cast<const crumb_encode_job*>(words + layout.jobs) : nullptr, .exact = exact,
-            .exact_stride = layer.exact_stride, .coded = coded, .coded_stride = layer.coded_stride,
-            .tables = layer.tables, .counts = layer.device->counts, .threads = nullptr};
-}
-
-// K and V of the step, sources `first` and `first + 1` of the node.
-cuda::RowArgs rows_of(const Node& node, const ggml_tensor* tensor, int first, const uint32_t* words) {
-    const Layer& layer = *node.layer;
-    const StepLayout& layout = *node.layout;
-    const ggml_tensor *k = tensor->src[first], *v = tensor->src[first + 1];
-    const auto floats = [](size_t bytes) { return bytes / sizeof(float); };
-    return {.k = static_cast<const float*>(k->data), .v = static_cast<const float*>(v->data),
-            .k_token_stride = floats(k->nb[2]), .k_head_stride = floats(k->nb[1]),
-            .v_token_stride = floats(v->nb[2]), .v_head_stride = floats(v->nb[1]),
-            .stores = reinterpret_cast<const StoreRow*>(words + (layer.windowed ? layout.window_stores : layout.stores)),
-            .n_stores = layout.n_stores, .dim_k = layer.shape.format.k.dim, .dim_v = layer.shape.format.v.dim,
-            .n_head_kv = layer.shape.n_head_kv, .exact = reinterpret_cast<cuda::u8*>(node.exact),
-            .exact_stride = layer.exact_stride};
-}
-
-crumb_step tiles_of(const StepLayout& layout, const Device& device) {
-    crumb_step step = {};
-    step.backend = CRUMB_CUDA;
-    step.n_tiles = layout.n_tiles, step.rows_per_tile = layout.rows_per_tile;
-    step.multiprocessors = device.multiprocessors;
-    return step;
-}
-
-crumb_step chunks_of(const StepLayout& layout, const Device& device) {
-    crumb_step step = tiles_of(layout, device);
-    step.n_tiles = layout.n_chunks, step.rows_per_tile = layout.rows_per_chunk, step.chunk_blocks = size_t(layout.chunk_blocks);
-    return step;
-}
-
-void point(crumb_step& step, const Node& node, const uint32_t* words, const std::vector<size_t>& rows, const Workspace& workspace) {
-    const StepLayout& layout = *node.layout;
-    step.rows = reinterpret_cast<const crumb_row*>(words + rows[node.plan]);
-    step.coded_ids = words + layout.coded_ids;
-    step.exact_ids = words + (node.layer->windowed ? layout.window_ids : layout.exact_ids);
-    step.n_sequences = size_t(layout.n_sequences), step.ids_stride = layout.ids_stride;
-    step.sink = node.sink;
-    step.workspace = workspace.memory, step.workspace_bytes = workspace.bytes;
-}
-
-// Sources of a node: q, words, then k and v if it stores, then the sinks if there are any.
-constexpr int kWords = 1, kFirstRow = 2;
-
-void launch_node(const Node& node, ggml_tensor* tensor, void* stream) {
-    const Layer& layer = *node.layer;
-    const StepLayout& layout = *node.layout;
-    const uint32_t* words = static_cast<const uint32_t*>(tensor->src[kWords]->data);
-    const auto* jobs = reinterpret_cast<const cuda::EncodeJob*>(words + layout.jobs);
-    if (node.begins && layout.encodes_first) { cuda::launch_encode_layers(layer.device->encoders, jobs, layout.n_jobs, stream); }
-
-    cuda::RowArgs rows;
-    if (node.stores) { rows = rows_of(node, tensor, kFirstRow, words); }
-    const bool encodes_now = node.stores && !layer.windowed && !layout.encodes_first;
-    if (encodes_now || layout.n_tiles == 0 || !cuda::few_rows(rows.n_stores)) {
-        cuda::launch_rows(rows, stream);
-        require(cudaGetLastError(), "rows");
-        rows.n_stores = 0;
-    }
-    if (encodes_now) { kernels().encode(layer.shape, batch_of(layer, layout, words, node.coded, node.exact), stream); }
-
-    const ggml_tensor* q = tensor->src[0];
-    const ggml_tensor* sinks = tensor->src[kFirstRow + (node.stores ? 2 : 0)];
-    const crumb_io io = {.coded = node.coded, .coded_stride = layer.coded_stride, .exact = node.exact,
-                         .exact_stride = layer.exact_stride, .tables = layer.tables,
-                         .sinks = sinks ? static_cast<const float*>(sinks->data) : nullptr,
-                         .q = static_cast<const float*>(q->data), .q_token_stride = q->nb[2] / sizeof(float),
-                         .q_head_stride = q->nb[1] / sizeof(float), .out = static_cast<float*>(tensor->data),
-                         .out_stride = tensor->nb[1] / sizeof(float)};
-    if (layout.n_tiles > 0) {
-        crumb_step step = tiles_of(layout, *layer.device);
-        point(step, node, words, layout.rows, node.workspace);
-        if (node.plans) { kernels().plan(layer.shape, step, stream); }
-        capi::attend_storing(layer.shape, step, io, rows, stream);
-    }
-    if (layout.n_chunks > 0) {  // their memory is that of all kinds: the plan, a small part, is made for each layer
-        crumb_step step = chunks_of(layout, *layer.device);
-        point(step, node, words, layout.chunk_rows, node.chunks);
-        kernels().plan(layer.shape, step, stream);
-        kernels().attend(layer.shape, step, io, stream);
-    }
-}
 
 bool supports(int device, const ggml_tensor* op) {
     const NodeParams params = params_of(op);
