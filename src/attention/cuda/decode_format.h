@@ -166,9 +166,10 @@ struct DecodeFormat {
     static constexpr u32 kQueryAt = kRingBytes, kMeansAt = kQueryAt + kSharedWords * 4, kBarriersAt = kMeansAt + kMeanFloats * 4;
     static constexpr u32 kWarpBytes = (kBarriersAt + kMostStages * 8 + 127) / 128 * 128;
     static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
-    // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8.
+    // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8. Of any planes, 256 of them
+    // with 128 channels want 8 warps (10.2 -> 8.0 us for 2k tokens), 192 with 64 channels 12, although some are spilled (9.2 -> 7.5 us).
     static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);
-    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > (F.any_planes ? 44 : 76);
+    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > (F.any_planes && kDimK == 128 ? 44 : 76);
     static constexpr int kWanted = kSmall ? 16 : kLarge ? 8 : 12;
     static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
