@@ -21,7 +21,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 ctest = ctest --test-dir $(BUILD) --output-on-failure $(CTEST_FLAGS)
 
-.PHONY: help setup build test test-fast test-python test-vllm wheel demo cuda clean
+.PHONY: help setup build test test-fast test-python test-vllm test-sglang engine wheel demo cuda clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -51,10 +51,16 @@ test-python: setup build ## the Python package: build the wheel, install it, run
 	"$$env/bin/python" -m pytest python/tests --crumb $(BUILD)/bin/crumb --model "$$model" --text "$$text/evaluation/prose.txt" \
 	    --work $(CRUMB_CACHE)/python/work
 
-test-vllm: setup build ## the vLLM plug-in under a real vLLM on the CPU (2.9 GB of Python packages beside those of test-python)
-	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh vllm) && \
+test-vllm: ENGINE := vllm
+test-vllm: engine ## the vLLM plug-in under a real vLLM on the CPU (1.3 GB of Python packages beside those of test-python)
+
+test-sglang: ENGINE := sglang
+test-sglang: engine ## the SGLang plug-in under a real SGLang on the CPU (1.1 GB of Python packages beside those of test-python)
+
+engine: setup build
+	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh $(ENGINE)) && \
 	$(MAKE) wheel && "$$env/bin/python" -m pip -q --disable-pip-version-check install --no-deps --force-reinstall $(BUILD)/wheel/*.whl && \
-	"$$env/bin/python" -m pytest python/tests/test_vllm.py --crumb $(BUILD)/bin/crumb --model "$$model" \
+	"$$env/bin/python" -m pytest python/tests/test_$(ENGINE).py --crumb $(BUILD)/bin/crumb --model "$$model" \
 	    --text "$$text/evaluation/prose.txt" --work $(CRUMB_CACHE)/python/work
 
 wheel: setup ## the Python package as a wheel in $(BUILD)/wheel

@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import torch
+from safetensors import safe_open
 
 from .layer import Shape
 
@@ -79,6 +80,16 @@ def weights_hash(weights):
         digest.update(f"{name} {list(weight.shape)}".encode())
         digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy())
     return digest.hexdigest()[:32]
+
+
+def weights_of(files, tied):
+    """(name, tensor) pairs of safetensors files, as transformers names them."""
+    for path in files:
+        with safe_open(path, framework="pt") as f:
+            for name in f.keys():
+                yield name, f.get_tensor(name)
+                if tied and name == "model.embed_tokens.weight":
+                    yield "lm_head.weight", f.get_tensor(name)
 
 
 def _sizes(shapes):

@@ -4,77 +4,35 @@ Float sums in another order round some K and V to the next BF16 number and some 
 test_model.py; what is equal to the bit there is said to be so."""
 
 import json
+import math
 import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dequantised import dequantise
+from conftest import scores
 
 pytest.importorskip("vllm", reason="needs vLLM: type make test-vllm")
 
-TOKENS = 2304  # of calibration
 RECIPE = "planes:2"  # gives the layers pages of three sizes
 SHORT = {"sink": 64, "recent": 64}  # windows short enough that codes are read
 MEMORY = 1 << 30
+CHUNK, WINDOW = 256, 1024  # tokens
 QUESTIONS = ["What is the capital of France?", "List the days of the week.", "What is 2 plus 2?", "Write one sentence about rain.",
              "What colour is the sky?", "Name three fruits.", "What is a lighthouse?", "Who writes books?"]
 
 
-@pytest.fixture(scope="module")
-def folder(option):
-    """The weights of the GGUF as vLLM and transformers read them, in FP32."""
-    work = pathlib.Path(option("--work"))
-    work.mkdir(parents=True, exist_ok=True)
-    gguf, made = work / "smollm2-f32.gguf", work / "smollm2"
-    if not gguf.exists():
-        dequantise(option("--model"), gguf.with_suffix(".part"))
-        gguf.with_suffix(".part").rename(gguf)
-    if not (made / "complete").exists():
-        model = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.bfloat16)
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(made)
-        AutoTokenizer.from_pretrained(work, gguf_file=gguf.name).save_pretrained(made)
-        (made / "complete").touch()
-    return made
-
-
-@pytest.fixture(scope="module")
-def artefact(option, folder):
-    file, gguf = folder.with_name("smollm2-f32.crumb.safetensors"), folder.with_name("smollm2-f32.gguf")
-    if not file.exists():
-        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--tokens", str(TOKENS)], check=True)
-    return file
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def chat(tokenizer):
-    return lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
-
-
-@pytest.fixture(scope="module")
-def text(option, tokenizer):
-    return tokenizer(pathlib.Path(option("--text")).read_text()[:40000])["input_ids"]
-
-
 def arguments(**more):
-    return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 64,
+    return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": CHUNK, "block_size": 64,
             "kv_cache_memory_bytes": MEMORY, **more}
 
 
-def run(folder, tmp_path, tasks, crumb=None, expect=0, **more):
+def run(folder, tmp_path, tasks, crumb=None, expect=0, operators="vllm", **more):
     job, result = tmp_path / "job.json", tmp_path / "result.json"
-    job.write_text(json.dumps({"model": str(folder), "crumb": crumb, "arguments": arguments(**more), "tasks": tasks}))
+    job.write_text(json.dumps({"model": str(folder), "crumb": crumb, "operators": operators, "arguments": arguments(**more), "tasks": tasks}))
     done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("vllm_engine.py"), job, result], text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == expect, done.stdout[-4000:]
@@ -83,15 +41,18 @@ def run(folder, tmp_path, tasks, crumb=None, expect=0, **more):
 
 @pytest.fixture(scope="module")
 def bf16(folder, tmp_path_factory, text):
-    return run(folder, tmp_path_factory.mktemp("bf16"), [{"score": text[:1000]}])
+    at = tmp_path_factory.mktemp("bf16")
+    got, log = run(folder, at, [{"score": text[:1000]}, {"divergence": text[:WINDOW], "file": str(at / "logits")}])
+    return got, log, at / "logits"
 
 
 @pytest.fixture(scope="module")
-def planes(folder, tmp_path_factory, artefact, text, chat):
+def planes(folder, tmp_path_factory, bf16, served_artefact, text, chat):
     """One engine for most tests: prompts that are cut into chunks of 256, beside others that decode."""
     long = [text[:700] + chat(question) for question in QUESTIONS]
     tasks = {
         "score": {"score": text[:1000]},
+        "divergence": {"divergence": text[:WINDOW], "file": str(bf16[2])},
         "forget the text": "forget",
         "solo": [{"generate": [prompt], "tokens": 16} for prompt in long],
         "hit": {"generate": [long[0]], "tokens": 16},
@@ -101,18 +62,18 @@ def planes(folder, tmp_path_factory, artefact, text, chat):
         "together": {"generate": 2 * long, "tokens": 16},
     }
     flat = [task for tasks_of in tasks.values() for task in (tasks_of if isinstance(tasks_of, list) else [tasks_of])]
-    got, log = run(folder, tmp_path_factory.mktemp("planes"), flat, {"recipe": RECIPE, "artefact": str(artefact), **SHORT})
+    got, log = run(folder, tmp_path_factory.mktemp("planes"), flat, {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT})
     results = iter(got["results"])
     by_name = {name: [next(results) for _ in task] if isinstance(task, list) else next(results) for name, task in tasks.items()}
     return {"long": long, "log": log, **by_name, **got["facts"]}
 
 
 @pytest.fixture(scope="module")
-def ours(folder, artefact):
+def ours(folder, served_artefact):
     from crumb_kv import CrumbCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, lambda: CrumbCache(model, RECIPE, artefact=artefact, **SHORT)
+    return model, lambda: CrumbCache(model, RECIPE, artefact=served_artefact, **SHORT)
 
 
 def test_every_layer_is_crumbs_and_has_its_own_page_size(planes, ours):
@@ -124,21 +85,44 @@ def test_every_layer_is_crumbs_and_has_its_own_page_size(planes, ours):
 
 def test_the_start_says_what_it_costs(planes):
     assert f"crumb: KV cache in {RECIPE}, artefact " in planes["log"] and "bits an element in 30 layers" in planes["log"]
-    assert f"tokens in {planes['blocks']} blocks" in planes["log"]
+    assert f"tokens in {planes['blocks']} pages" in planes["log"]
 
 
 def test_log_probabilities_are_those_of_transformers(planes, bf16, ours, text):
     model, cache = ours
-    ids = torch.tensor([text[:1000]])
-    with torch.no_grad():
-        log_p = model(ids, past_key_values=cache()).logits[0, :-1].log_softmax(-1)
-    expected = log_p.gather(1, ids[0, 1:, None])[:, 0]
+    expected = scores(model, cache(), text[:1000], CHUNK)
     got, exact = torch.tensor(planes["score"]), torch.tensor(bf16[0]["results"][0])
     noise, cost = (got - expected).abs(), (exact - expected).abs()
     print(f"\nmean log-probability {got.mean():.4f}, in transformers {expected.mean():.4f}, BF16 {exact.mean():.4f}; a token differs by "
-          f"{noise.median():.5f} (median), of the codes {cost.median():.5f}")
+          f"{noise.median():.5f} (median), {noise.max():.5f} (most), of the codes {cost.median():.5f}")
     assert noise[:127].median() < 3e-3  # no codes are read yet
     assert abs(got.mean() - expected.mean()) < 5e-3 and noise.median() < cost.median() / 3
+
+
+def test_log_probabilities_are_equal_where_sums_are(folder, tmp_path, ours, served_artefact, text):
+    """With PyTorch's operators in place of vLLM's, K and V are the same numbers, and so are codes and answers."""
+    crumb = {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}
+    got, _ = run(folder, tmp_path, [{"score": text[:1000]}], crumb, operators="torch")
+    differs = (torch.tensor(got["results"][0]) - scores(ours[0], ours[1](), text[:1000], CHUNK)).abs()
+    print(f"\na token differs by {differs.median():.6f} (median), {differs.max():.6f} (most)")
+    assert differs.max() < 5e-4
+
+
+def test_divergence_is_that_of_eval(option, planes, bf16, folder, served_artefact, tmp_path):
+    """The same window, weights, recipe and artefact in the crumb program, beside its own 16 bits."""
+    subprocess.run([option("--crumb"), "eval", "-m", folder.with_name("smollm2-f32.gguf"), "--kv", RECIPE, "--kv-artifact", served_artefact,
+                    "-f", option("--text"), "-c", str(WINDOW), "--first", str(WINDOW // 2), "--kv-sink", str(SHORT["sink"]),
+                    "--kv-recent", str(SHORT["recent"]), "--ubatch-size", str(CHUNK), "-t", "1", "--results", tmp_path / "results",
+                    "--json", tmp_path / "eval.json"], check=True, capture_output=True)
+    rows = map(json.loads, (tmp_path / "eval.json").read_text().splitlines())
+    theirs, = (row for row in rows if row["kind"] == "quality" and row["recipe"] == RECIPE)
+    ours = planes["divergence"]
+    print(f"\n{RECIPE}, {WINDOW} tokens, second half, sink 64, recent 64 | Mean KLD | 99.9% KLD | Same top p | NLL\n"
+          f"crumb eval | {theirs['mean_kld']:.4f} | {theirs['kld_99.9']:.3f} | {theirs['same_top_p']:.3f} | {math.log(theirs['ppl']):.4f}\n"
+          f"vLLM | {ours['kld']:.4f} | {ours['kld_99.9%']:.3f} | {ours['same_top']:.3f} | {ours['nll']:.4f}")
+    assert theirs["positions"] == WINDOW - WINDOW // 2 - 1
+    assert abs(ours["kld"] - theirs["mean_kld"]) < 0.15 * theirs["mean_kld"]
+    assert abs(ours["nll"] - math.log(theirs["ppl"])) < 0.01
 
 
 def test_answers_are_those_of_transformers(planes, ours):
@@ -158,11 +142,11 @@ def test_sixteen_at_once_answer_as_each_alone(planes):
     assert planes["together"]["tokens"] == 2 * [solo["tokens"][0] for solo in planes["solo"]]
 
 
-def test_blocks_in_equal_memory(folder, tmp_path, artefact):
+def test_blocks_in_equal_memory(folder, tmp_path, served_artefact):
     """As users run it: weights and vLLM's own cache in BF16."""
     options = {"dtype": "bfloat16", "max_num_seqs": 4}
     exact, _ = run(folder, tmp_path, [], **options)
-    got, _ = run(folder, tmp_path, [], {"recipe": RECIPE, "artefact": str(artefact), "spare_windows": 2}, **options)
+    got, _ = run(folder, tmp_path, [], {"recipe": RECIPE, "artefact": str(served_artefact), "spare_windows": 2}, **options)
     assert exact["facts"]["page_bytes"] == 30 * [3 * 64 * 2 * 64 * 2]
     assert got["facts"]["blocks"] >= 5 * exact["facts"]["blocks"]
     used = got["facts"]["blocks"] * sum(got["facts"]["page_bytes"]) + got["facts"]["windows_bytes"]
@@ -226,7 +210,8 @@ def test_refused_with_the_remedy(refusals, i):
 
 
 def test_versions():
-    from crumb_kv.vllm.options import Refused, check_version
+    from crumb_kv.serving import Refused
+    from crumb_kv.vllm.options import check_version
 
     for version in ("0.29.0", "0.32.0+cpu", "0.33.1"):
         check_version(version)

@@ -1,6 +1,7 @@
 """Runs a vLLM engine in a process of its own: vllm_engine.py JOB.json RESULT.json
 
-A job has the model, the options of crumb (or none), further arguments of vllm.LLM, and tasks, which are done one after the other:
+A job has the model, the options of crumb (or none), whose operators compute beside attention ("vllm" or "torch"), further arguments of
+vllm.LLM, and tasks, which are done one after the other:
     {"generate": [[token, ...], ...], "tokens": n}    greedy, all prompts at once -> {"tokens", "cached", "seconds", ...}
     {"score": [token, ...]}                           -> log-probability of each token but the first
     {"divergence": [token, ...], "file": FILE}        -> compares all log-probabilities with those in FILE, or writes it
@@ -16,12 +17,15 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MU
                   VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
 
 import torch  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams, _custom_ops  # noqa: E402
 
 
 class Engine:
     def __init__(self, job):
         crumb, alone = job.get("crumb"), job["arguments"].get("tensor_parallel_size", 1) == 1
+        if job.get("operators") == "torch":
+            _custom_ops._supports_onednn = False
+            job["arguments"]["compilation_config"] = {"custom_ops": ["none"]}
         self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, enforce_eager=True, seed=0,
                        distributed_executor_backend="uni" if alone else "mp", **job["arguments"])
         self.model = None

@@ -11,7 +11,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..blocks import PAGE
-from .options import Refused, options_of
+from ..serving import Refused
+from .options import options_of
 from .served import served_by
 
 
@@ -87,7 +88,7 @@ class CrumbBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.served, self.steps = served_by(vllm_config), 0
-        self.served.say_capacity()
+        self.served.say_capacity_once()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         self.steps += 1
@@ -124,4 +125,4 @@ class CrumbImpl(AttentionImpl):
             raise Refused("crumb_kv: the output of attention cannot be quantised: leave that fusion out")
         if attn_metadata is None:  # vLLM only wants to know what a step takes
             return output.zero_()
-        return self.served.attend(self.number, attn_metadata, query, key, value, kv_cache, output)
+        return self.served.attend_to(self.number, attn_metadata, query, key, value, kv_cache, output)

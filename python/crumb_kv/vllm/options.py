@@ -1,27 +1,13 @@
 """What the user says, and the versions of vLLM that are known."""
 
-from dataclasses import dataclass, fields
-
 import vllm
+
+from ..serving import Refused, read_options
 
 # The interfaces of vLLM's backends change between releases: customize_spec and the layout of the cache by its spec are those of
 # these. The tests run on 0.32.
 OLDEST, NEWEST = (0, 29), (0, 33)
-
-
-class Refused(ValueError):
-    """What cannot be served: what, why, and what to type."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """--additional-config '{"crumb": {...}}'"""
-
-    recipe: str  # as --kv of the crumb program
-    artefact: str | None = None  # file of a calibration
-    sink: int = 64  # tokens at the start of a sequence that stay BF16
-    recent: int = 256  # and at its end
-    spare_windows: int = 16  # of sequences that have ended, for prefixes that are asked for again
+TYPED = '--additional-config \'{"crumb": {"recipe": "had2"}}\''
 
 
 def options_of(vllm_config):
@@ -30,16 +16,7 @@ def options_of(vllm_config):
     if not isinstance(given, dict) or "crumb" not in given:
         return None
     check_version(vllm.__version__)
-    given, known = given["crumb"], {field.name: field for field in fields(Options)}
-    if not isinstance(given, dict) or "recipe" not in given:
-        raise Refused('crumb_kv: the options are no object with a recipe. Type: --additional-config \'{"crumb": {"recipe": "had2"}}\'')
-    for name, value in given.items():
-        if name not in known:
-            raise Refused(f"crumb_kv: there is no option '{name}'. Take one of: {', '.join(known)}")
-        wanted = known[name].type
-        if not isinstance(value, wanted) or isinstance(value, bool) or (wanted is int and value < 0):
-            raise Refused(f"crumb_kv: option {name} is {value!r}: it must be {'a number of at least 0' if wanted is int else 'a text'}")
-    return Options(**given)
+    return read_options(given["crumb"], TYPED)
 
 
 def check_version(version):

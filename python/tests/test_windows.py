@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crumb_kv.blocks import PAGE, Rules, tiles
-from crumb_kv.vllm.windows import NONE, Windows, slots_for
+from crumb_kv.windows import NONE, Windows, slots_for
 
 
 class Vllm:

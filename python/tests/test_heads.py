@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from crumb_kv import calibrate, make_layers, models
-from crumb_kv.vllm.heads import heads_of_rank
+from crumb_kv.heads import heads_of_rank
 from test_calibration import Words, words
 from test_cache import SIZES, make_model
 

@@ -1,12 +1,12 @@
-"""Which tokens of vLLM's sequences have their BF16 rows, and where.
+"""Which tokens of a serving engine's sequences have their BF16 rows, and where.
 
-vLLM knows blocks of 64 tokens by number, and tells a backend neither whose they are nor when they are free. So exact rows lie in
-slots of their own, keyed by the number of the block, and every block is encoded as soon as it is full: rows whose slot was taken
+vLLM and SGLang know blocks of 64 tokens by number, and tell a backend neither whose they are nor when they are free. So exact rows lie
+in slots of their own, keyed by the number of the block, and every block is encoded as soon as it is full: rows whose slot was taken
 for something else stay readable through their codes. That is what the position rule (docs/design/position-rule.md) wants for all
 but the newest tokens; where it happens to these, after a prefix that was found without its window, it is counted.
 
 A slot is taken from blocks that have left the window of their sequence, longest ago first, and then from those of windows and
-sinks, longest unused first: mostly those of sequences that have ended. Numbers alone: nothing here knows vLLM or torch.
+sinks, longest unused first: mostly those of sequences that have ended. Numbers alone: nothing here knows an engine or torch.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..blocks import NONE, PAGE
+from .blocks import NONE, PAGE
 
 PIECE = 512  # tokens that are stored, encoded and attended to together
 
@@ -63,7 +63,7 @@ class Windows:
         self._free = list(range(capacity - 1, -1, -1))
 
     def step(self, tables, lengths, counts):
-        """tables [sequences, blocks]: numbers of vLLM's blocks. lengths: tokens of each sequence after the step, of which the
+        """tables [sequences, blocks]: numbers of the engine's blocks. lengths: tokens of each sequence after the step, of which the
         last counts[i] are new and lie in the batch one sequence after the other. Returns Pieces."""
         starts, parts = np.cumsum([0, *counts]), []
         for i in self._writers_first(tables, lengths, counts):
@@ -79,7 +79,7 @@ class Windows:
 
     @staticmethod
     def _writers_first(tables, lengths, counts):
-        """The sequences in an order in which none comes before what it reads: vLLM lets a prompt begin with blocks that another
+        """The sequences in an order in which none comes before what it reads: an engine may let a prompt begin with blocks that another
         one computes in the same step."""
         order = [i for i, count in enumerate(counts) if count > 0]
         writers = {int(tables[i, b]): i for i in order for b in range((lengths[i] - counts[i]) // PAGE, lengths[i] // PAGE)}
@@ -154,7 +154,7 @@ class Windows:
                         continue
                     held = _Held(self._slot(pinned, saved), before)
                 elif held.filled < before:
-                    raise RuntimeError(f"crumb_kv: block {block} has {held.filled} rows of the {before} that vLLM computed")
+                    raise RuntimeError(f"crumb_kv: block {block} has {held.filled} rows of the {before} that the engine computed")
                 held.filled = max(before, min(PAGE, end - PAGE * b))
                 held.begin = min(held.begin, before)
                 self._past.pop(block, None)
@@ -180,7 +180,7 @@ class Windows:
         exact = np.full_like(coded, NONE)
         tokens, slots, positions, rows, jobs = [], [], [], [], []
         for row, (i, begin, end, at) in enumerate(parts):
-            coded[row, _blocks_for(end) :] = NONE  # what vLLM has set aside is not written yet
+            coded[row, _blocks_for(end) :] = NONE  # what the engine has set aside is not written yet
             aged = 0
             for b in self._wanted(begin, end):
                 block = int(tables[i, b])

@@ -1,0 +1,176 @@
+"""What a serving engine needs of crumb, whichever it is: options, the layers of this rank, room for exact rows, and what a step
+does in each layer. What is an engine's own is in vllm/ and sglang/."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from . import models
+from .blocks import PAGE, Rules, tiles
+from .heads import heads_of_rank
+from .layer import make_layers
+from .windows import Windows, slots_for
+
+MIB = 1 << 20
+
+
+class Refused(ValueError):
+    """What cannot be served: what, why, and what to type."""
+
+
+@dataclass(frozen=True)
+class Options:
+    recipe: str  # as --kv of the crumb program
+    artefact: str | None = None  # file of a calibration
+    sink: int = 64  # tokens at the start of a sequence that stay BF16
+    recent: int = 256  # and at its end
+    spare_windows: int = 16  # of sequences that have ended, for prefixes that are asked for again
+
+
+def read_options(given, typed):
+    """Options from what the user gave. typed: how one gives them."""
+    known = {field.name: field for field in fields(Options)}
+    if not isinstance(given, dict) or "recipe" not in given:
+        raise Refused(f"crumb_kv: the options are no object with a recipe. Type: {typed}")
+    for name, value in given.items():
+        if name not in known:
+            raise Refused(f"crumb_kv: there is no option '{name}'. Take one of: {', '.join(known)}")
+        wanted = known[name].type
+        if not isinstance(value, wanted) or isinstance(value, bool) or (wanted is int and value < 0):
+            raise Refused(f"crumb_kv: option {name} is {value!r}: it must be {'a number of at least 0' if wanted is int else 'a text'}")
+    return Options(**given)
+
+
+def refuse_if_any(engine, cases):
+    """cases: (what, whether it is there, what to do instead)."""
+    for what, there, remedy in cases:
+        if there:
+            raise Refused(f"crumb_kv.{engine} does not support {what}. {remedy}")
+
+
+def refuse_model(engine, why, remedy="Leave the crumb options out"):
+    raise Refused(f"crumb_kv.{engine} cannot serve this model: {why}. {remedy}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A Piece of Windows as tensors."""
+
+    tokens: torch.Tensor | slice  # rows of the step
+    slots: torch.Tensor
+    positions: torch.Tensor
+    saved: torch.Tensor
+    jobs: torch.Tensor
+    rows: torch.Tensor
+    coded: torch.Tensor
+    exact: torch.Tensor
+    sink: int
+
+
+def _work_of(piece):
+    tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32))
+    tokens, first = torch.from_numpy(piece.tokens.astype(np.int64)), int(piece.tokens[0])
+    if np.array_equal(piece.tokens, np.arange(first, first + len(piece.tokens))):
+        tokens = slice(first, first + len(piece.tokens))  # neighbours are not copied
+    return Work(tokens, tensor(piece.slots), tensor(piece.positions), tensor(piece.saved), tensor(piece.jobs),
+                tensor(tiles(piece.rows, piece.tokens)), tensor(piece.coded), tensor(piece.exact), piece.sink)
+
+
+class Served:
+    """A model on one rank. shapes: of all layers of the model, on whatever rank they are, for `planes` spends its budget over
+    all of them; numbers: of the layers that are here; config: the text model's; weights: as why_not_this_artefact() takes them;
+    sequences, longest: how many run at once, and the tokens of the longest."""
+
+    def __init__(self, engine, logger, options, shapes, numbers, config, weights, rank, size, sequences, longest):
+        self.engine, self.logger, self.options = engine, logger, options
+        self.rules = Rules(options.sink, options.recent)
+        whole = make_layers(options.recipe, shapes, options.artefact)
+        self._check_artefact(config, shapes, weights)
+        self.order = models.channel_order(config, shapes[0].dim_k)
+        first, n = heads_of_rank(shapes[0].n_head_kv, rank, size)
+        self.coders = {number: whole[number].slice(first, n, shapes[0].n_head // size // n) for number in numbers}
+        self.block_bytes = sum(coder.block_bytes for coder in self.coders.values())
+        self.exact_block_bytes = sum(coder.exact_block_bytes for coder in self.coders.values())
+        self.sequences = sequences
+        self.n_slots = slots_for(self.rules, sequences + options.spare_windows, longest)
+        self.windows_bytes = self.n_slots * self.exact_block_bytes
+        self.windows = None
+        self.counts = torch.zeros(2, dtype=torch.int32)
+        self.no_workspace = torch.zeros(0, dtype=torch.uint8)
+        self._out = torch.zeros(0)
+        self._warned = False
+        self._say_recipe(rank, size)
+
+    def _check_artefact(self, config, shapes, weights):
+        if self.options.artefact is None:
+            if config.model_type.startswith("qwen2") or getattr(config, "attention_bias", False):
+                self.logger.warning("crumb: the keys of this model have a bias, which '%s' spends its codes on: expect nonsense. Take a "
+                                    "recipe with an artefact, which knows their mean", self.options.recipe)
+        elif why := models.why_not_this_artefact(self.options.artefact, config, shapes, weights):
+            refuse_model(self.engine, *why)
+
+    def take_windows(self):
+        """The memory of the exact rows."""
+        self.windows = Windows(self.rules, self.n_slots)
+        self.exact = {number: torch.zeros(self.n_slots, coder.exact_block_bytes, dtype=torch.uint8)
+                      for number, coder in self.coders.items()}
+
+    def check_windows(self, memory, remedy):
+        if 2 * self.windows_bytes > memory:
+            raise Refused(f"crumb_kv: the BF16 windows of {self.sequences} sequences and {self.options.spare_windows} spare ones take "
+                          f"{self.windows_bytes // MIB} MiB of {memory // MIB} MiB of cache, more than half. {remedy}")
+
+    def _say_recipe(self, rank, size):
+        options, pages = self.options, sorted({coder.block_bytes for coder in self.coders.values()})
+        source = "" if options.artefact is None else f", artefact {options.artefact} of {models.artefact_made_for(options.artefact)['model.name']}"
+        each = f"{pages[0]} bytes" if len(pages) == 1 else f"{pages[0]} to {pages[-1]} bytes, each layer its own and none padded"
+        self.logger.info("crumb: KV cache in %s%s: %.4g bits an element in %d layers (a block of 64 tokens: %s), %.2f times smaller than "
+                         "BF16; first %d and last %d tokens of a sequence BF16%s", options.recipe, source,
+                         16 * self.block_bytes / self.exact_block_bytes, len(self.coders), each,
+                         self.exact_block_bytes / self.block_bytes, options.sink, options.recent,
+                         f"; rank {rank} of {size}" if size > 1 else "")
+
+    def say_capacity(self, n_pages):
+        memory = n_pages * self.block_bytes + self.windows_bytes
+        room = memory // self.exact_block_bytes
+        self.logger.info("crumb: %d tokens in %d pages (%d MiB) and %d MiB of BF16 windows; BF16 has room for %d tokens in that memory, "
+                         "%.2f times fewer", n_pages * PAGE, n_pages, n_pages * self.block_bytes // MIB, self.windows_bytes // MIB,
+                         room * PAGE, n_pages / room)
+        return memory
+
+    # A step.
+
+    def work(self, tables, lengths, counts):
+        """What a step does in every layer, as Windows.step() says."""
+        work = [_work_of(piece) for piece in self.windows.step(tables, lengths, counts)]
+        if self.windows.aged_early_tokens and not self._warned:
+            self._warned = True
+            self.logger.warning("crumb: a prefix was found whose window is gone: its newest tokens are read through their codes. Raise "
+                                "spare_windows (it is %d) if answers must not depend on what is in the cache", self.options.spare_windows)
+        return work
+
+    def attend(self, number, work, query, key, value, coded):
+        """query [tokens, heads, D], key, value [tokens, KV heads, D] of this rank; coded: uint8 [pages, block_bytes]. Returns
+        float32 [tokens, heads, D_v], which is good until the next call; rows that only pad the step have any value."""
+        coder, exact, ops = self.coders[number], self.exact[number], torch.ops.crumb
+        handle = coder.handle
+        if self.order is not None:
+            query, key = query[..., self.order], key[..., self.order]
+        q, k, v = query.float(), key.to(torch.bfloat16).contiguous(), value.to(torch.bfloat16).contiguous()
+        out = self._room(len(q), q.shape[1], v.shape[2])
+        for piece in work:
+            if len(piece.saved) > 0:
+                ops.encode(handle, piece.saved, exact, coded, self.counts)
+            ops.store(handle, k[piece.tokens], v[piece.tokens], piece.slots, piece.positions, exact)
+            if len(piece.jobs) > 0:
+                ops.encode(handle, piece.jobs, exact, coded, self.counts)
+            step = (piece.rows, piece.coded, piece.exact, piece.sink, 1)
+            ops.plan(handle, *step, self.no_workspace)
+            ops.attend(handle, q, *step, coded, exact, None, None, self.no_workspace, out)
+        return out
+
+    def _room(self, tokens, heads, dim):
+        if self._out.numel() < tokens * heads * dim:
+            self._out = torch.zeros(tokens * heads * dim)
+        return self._out[: tokens * heads * dim].view(tokens, heads, dim)
