@@ -223,8 +223,7 @@ void encode(int64_t layer, const Tensor& jobs, const Tensor& exact, Tensor& code
                                       size_t(coded.stride(0)),
                                       tables_of(place, tables),
                                       reinterpret_cast<crumb_encode_counts*>(counts.mutable_data_ptr()),
-                                      threads(),
-            0};
+                                      threads()};
     require(crumb_encode(layer_of(layer), &batch, place.stream()));
 }
 

@@ -41,6 +41,7 @@ class _Step(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_size_t),
         ("threads", ctypes.c_void_p),
+        ("chunk_blocks", ctypes.c_size_t),
     ]
 
 
