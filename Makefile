@@ -51,11 +51,11 @@ test-python: setup build ## the Python package: build the wheel, install it, run
 	"$$env/bin/python" -m pytest python/tests --crumb $(BUILD)/bin/crumb --model "$$model" --text "$$text/evaluation/prose.txt" \
 	    --work $(CRUMB_CACHE)/python/work
 
-test-vllm: ENGINE := vllm
-test-vllm: engine ## the vLLM plug-in under a real vLLM on the CPU (1.3 GB of Python packages beside those of test-python)
+test-vllm: ## the vLLM plug-in under a real vLLM on the CPU (1.3 GB of Python packages beside those of test-python)
+	@$(MAKE) engine ENGINE=vllm
 
-test-sglang: ENGINE := sglang
-test-sglang: engine ## the SGLang plug-in under a real SGLang on the CPU (1.1 GB of Python packages beside those of test-python)
+test-sglang: ## the SGLang plug-in under a real SGLang on the CPU (0.9 GB of Python packages beside those of test-vllm)
+	@$(MAKE) engine ENGINE=sglang
 
 engine: setup build
 	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh $(ENGINE)) && \
