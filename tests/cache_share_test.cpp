@@ -82,6 +82,54 @@ TEST(Share, AHitIsWhatAColdSequenceIs) {
     }
 }
 
+// A row of the matrix (MATRIX.md): a prompt in chunks of this many tokens, cold and behind a hit that ends at a page or 5 tokens later.
+class MatrixChunk : public testing::TestWithParam<int> {};
+
+TEST_P(MatrixChunk, ColdAndBehindAHit) {
+    Scenario scenario = kServer;
+    scenario.step = 900, scenario.n_sequences = 7;
+    Cache cache(config_of(scenario));
+    prompt(cache, text(0, 900, 900, 0), GetParam());
+    EXPECT_EQ(save(cache, 0), cold(scenario, text(0, 900, 900, 0)));
+    for (const auto& [sequence, part] : {std::pair{1u, 640}, {2u, 645}, {6u, 64}, {3u, 69}}) {
+        const auto other = text(sequence, 900, part, 50000 * Token(sequence));
+        prompt(cache, other, GetParam());
+        EXPECT_EQ(save(cache, sequence), cold(scenario, other)) << part;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Tokens, MatrixChunk, testing::Values(1, 2, 7, 32, 127, 512, 900), testing::PrintToStringParamName());
+
+// A row of the matrix: so many sequences of different lengths in the same steps; the first is forked, then gone, and one is cut.
+class MatrixSequences : public testing::TestWithParam<int> {};
+
+TEST_P(MatrixSequences, EachIsThatOfOneAlone) {
+    const auto n = uint32_t(GetParam());
+    Scenario scenario = kServer;
+    scenario.n_sequences = int(n) + 1;
+    Cache cache(config_of(scenario));
+    const auto length = [](uint32_t s) { return 700 - 90 * int(s); };
+    const auto alone = [&](uint32_t s, int tokens, uint32_t as) {
+        Cache other(config_of(scenario));
+        for (int at = 0; at < tokens; at++) { EXPECT_TRUE(step(other, run_of(as, Token(at) + 10000 * s, 1))); }
+        return save(other, as);
+    };
+    for (int at = 0; at < 700; at++) {
+        std::vector<StepToken> tokens;
+        for (uint32_t s = 0; s < n; s++) {
+            if (at < length(s)) { tokens.push_back({s, Token(at) + 10000 * s}); }
+        }
+        ASSERT_TRUE(step(cache, tokens));
+    }
+    for (uint32_t s = 0; s < n; s++) { EXPECT_EQ(save(cache, s), alone(s, length(s), s)) << s; }
+    ASSERT_TRUE(cache.fork(0, n, 700) && cache.crop(0, 0));
+    EXPECT_EQ(save(cache, n), alone(0, 700, n));
+    ASSERT_TRUE(cache.crop(n - 1, n == 1 ? 0 : length(n - 1) - 3));
+    for (uint32_t s = 1; s + 1 < n; s++) { EXPECT_EQ(save(cache, s), alone(s, length(s), s)) << s; }
+}
+
+INSTANTIATE_TEST_SUITE_P(Together, MatrixSequences, testing::Values(1, 2, 3, 7), testing::PrintToStringParamName());
+
 // The second text that parts from the first finds no window there, and leaves one for the third.
 TEST(Share, WhereTextsPartAWindowIsKept) {
     Cache cache(config_of(kServer));

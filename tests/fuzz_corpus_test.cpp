@@ -59,5 +59,17 @@ TEST(FuzzCorpus, Pickles) { run(kProject / "fuzz" / "corpus" / "rotation_file", 
 TEST(FuzzCorpus, States) { run(kProject / "fuzz" / "corpus" / "state", fuzz::state); }
 TEST(FuzzCorpus, RotationFiles) { run(kProject / "tests" / "data", fuzz::rotation_file); }
 
+// A file of another build (GCC 12, x86-64, 270 tokens): it is read, and the same tokens are the same bytes here, codes and all.
+TEST(FuzzCorpus, AStateOfAnotherBuildIsWhatThisOneWrites) {
+    auto bytes = read_whole_file(kProject / "fuzz" / "corpus" / "state" / "270_as_it_is.state", "a saved state", 1 << 20);
+    ASSERT_EQ(bytes.at(0), std::byte('S'));
+    bytes.erase(bytes.begin());
+    Cache cache(fuzz::state_config());
+    fuzz::restore(cache, 0, bytes, false);
+    ASSERT_EQ(fuzz::save(cache, 0), bytes);
+    fuzz::grow(cache, 1, cache.length(0));
+    EXPECT_EQ(fuzz::save(cache, 1) == bytes, true);
+}
+
 }  // namespace
 }  // namespace crumb

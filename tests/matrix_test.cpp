@@ -1,5 +1,7 @@
 // Attention in the shapes and at the lengths that have broken KV caches elsewhere, a row a case. What is refused instead of
 // computed (MLA's 576 with 512) is tests/model/architecture_test.cpp's; other rows of the matrix are named in tests/MATRIX.md.
+#include <tuple>
+
 #include "attention_world.h"
 
 namespace crumb {
@@ -60,6 +62,24 @@ INSTANTIATE_TEST_SUITE_P(
                     Row{"q8_kv2_d96", {8, 2, 96, 96}}, Row{"q16_kv16_k192_v128", {16, 16, 192, 128}}, Row{"q8_kv1_d128", {8, 1, 128, 128}},
                     Row{"q8_kv8_d64", {8, 8, 64, 64}}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// K and V at every pair of rates, bits times two: neither is read with the numbers of the other. 16 bit for one of them and
+// codes for the other is no recipe; both at 16 bit are.
+class MatrixRate : public testing::TestWithParam<std::tuple<int, int>> {};
+
+TEST_P(MatrixRate, KeysAndValues) {
+    const auto [k, v] = GetParam();
+    const PageFormat format{{64, 32 * k, SideInfo::gain8, true}, {96, 48 * v + 48 * v % 32, SideInfo::gain8, true}};
+    World world({7, 1, 64, 96}, format);
+    std::vector<QueryRow> rows;
+    for (const int length : {1, 319, 450}) { add_rows(rows, world.add_sequence(length), length, 2, 64); }
+    expect_right(world, rows, kSink, "rates");
+}
+
+INSTANTIATE_TEST_SUITE_P(HalfBits, MatrixRate, testing::Combine(testing::Values(1, 2, 3, 4, 8), testing::Values(1, 2, 3, 4, 8)),
+                         [](const auto& info) {
+                             return "k" + std::to_string(std::get<0>(info.param)) + "_v" + std::to_string(std::get<1>(info.param));
+                         });
 
 // Long contexts are read, not only planned: one decode row at 8k, 32k and 128k.
 class MatrixLength : public testing::TestWithParam<int> {};

@@ -12,71 +12,27 @@ import argparse
 import concurrent.futures
 import json
 import re
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
+
+from loopback import Server
 
 CACHES = ["--kv had2", "-ctk f16 -ctv f16"]
 SENTENCE = "Rule {}: the cache of a transformer grows with the length of the text, so answer in few words. "
 
 
-class Server:
-    def __init__(self, command):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{s.getsockname()[1]}"
-        self.log = tempfile.NamedTemporaryFile("w+")
-        self.process = subprocess.Popen(command + ["--port", self.url.rsplit(":", 1)[1]], stdout=self.log, stderr=self.log)
-
-    def __enter__(self):
-        while True:
-            try:
-                self.call("/health")
-                return self
-            except OSError as error:
-                if self.process.poll() is not None:
-                    raise SystemExit("shared_prefix: the server did not start; it said:\n" + self.output()[-2000:]) from error
-                time.sleep(0.2)
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait(60)
-        self.log.close()
-
-    def output(self):
-        with open(self.log.name, errors="replace") as f:
-            return f.read()
-
-    def open(self, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=3600)
-
-    def call(self, path, body=None):
-        with self.open(path, body) as reply:
-            return json.loads(reply.read())
-
-    def cache_mib(self):
-        """Ours says it in one line; llama.cpp in one for each kind of layer."""
-        ours = re.search(r"kv: .*?([\d.]+) MiB instead of", self.output())
-        return float(ours[1]) if ours else sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.output()))
-
-    def largest_mib(self):
-        with open(f"/proc/{self.process.pid}/status") as f:
-            return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) / 1024
+def cache_mib(server):
+    """Ours says it in one line; llama.cpp in one for each kind of layer."""
+    ours = re.search(r"kv: .*?([\d.]+) MiB instead of", server.output())
+    return float(ours[1]) if ours else sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", server.output()))
 
 
 def user(server, prompt, answer):
     """Seconds to the first token, and what the server says of the prompt."""
     began, first, timings = time.monotonic(), None, {}
-    with server.open("/completion", {"prompt": prompt, "n_predict": answer, "temperature": 0, "ignore_eos": True, "stream": True}) as reply:
-        for line in reply:
-            if line.startswith(b"data: "):
-                first = first or time.monotonic() - began
-                timings = json.loads(line[6:]).get("timings", timings)
+    for event in server.events("/completion", {"prompt": prompt, "n_predict": answer, "temperature": 0, "ignore_eos": True}):
+        first = first or time.monotonic() - began
+        timings = event.get("timings", timings)
     return first, timings["prompt_n"]
 
 
@@ -97,8 +53,8 @@ def measure(args, cache):
         computed = sum(n for _, n in users)
         return {"cache": cache, "users": args.users, "shared_tokens": shared, "computed_tokens": computed,
                 "times_computed": round(computed / shared, 2), "first_token_s": [round(w, 1) for w in (waits[0], waits[len(waits) // 2], waits[-1])],
-                "all_done_s": round(time.monotonic() - began, 1), "cache_MiB": round(server.cache_mib(), 1),
-                "largest_memory_MiB": round(server.largest_mib())}
+                "all_done_s": round(time.monotonic() - began, 1), "cache_MiB": round(cache_mib(server), 1),
+                "largest_memory_MiB": round(server.memory_mib("VmHWM"))}
 
 
 def main():

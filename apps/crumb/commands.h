@@ -32,6 +32,7 @@ int rotations(int argc, char** argv);
 // value, and on flags of llama.cpp that contradict --kv, naming both.
 struct KvArguments {
     std::optional<llama::KvOptions> kv;
+    bool shift = false;  // a server's context that is full drops its middle, and what is behind it is computed again
     std::vector<std::string> rest;
 };
 KvArguments take_kv_arguments(int argc, char** argv);

@@ -43,6 +43,7 @@ int forward(const char* name, KvArguments arguments, int (*tool)(int, char**)) {
 int forward(int argc, char** argv, int (*tool)(int, char**)) {
     KvArguments arguments = take_kv_arguments(argc, argv);
     if (arguments.kv && arguments.kv->memory > 0) { fail("--kv-memory is for crumb serve: elsewhere -c says how much is needed"); }
+    if (arguments.shift) { fail("--kv-shift is for crumb serve: elsewhere an answer ends with its context"); }
     return forward(argv[0], std::move(arguments), tool);
 }
 
@@ -64,7 +65,7 @@ int serve(int argc, char** argv) {
         if (!given({"--cache-ram", "-cram"}, "LLAMA_ARG_CACHE_RAM")) { kv.rest.insert(kv.rest.end(), {"--cache-ram", "0"}); }
         if (kv.kv->memory > 0 && !given({"--kv-unified", "-kvu"}, "LLAMA_ARG_KV_UNIFIED")) { kv.rest.push_back("--kv-unified"); }
         kv.kv->kept_windows = 4;
-        server_set_kv_memory(&llama::serving());
+        server_set_kv_memory(&llama::serving(kv.shift));
     }
     const std::string html = "text/html; charset=utf-8";
     server_http_set_pages({{"/", html, true, [] { return std::string(chat_page); }},

@@ -26,6 +26,8 @@ const char* const kKvHelp =
     "                        request, and -np how many may run at once, as far as they fit\n"
     "  --kv-reuse RULE       exact: a prompt starts from what the server still has where the answer is that of a\n"
     "                        cold start (default); codes: also where the recent window is known as codes only\n"
+    "  --kv-shift RULE       refuse: an answer of a server ends where its context does (default); reprefill: the context drops\n"
+    "                        its middle (llama.cpp's n_keep and n_discard), what is behind it is computed again, and it goes on\n"
     "  --kv-verify N         check attention of every Nth token against exact K and V, which are kept beside the codes\n"
     "                        (16 bit more memory): crumb serve shows the drift in /kv and /metrics\n";
 
@@ -33,7 +35,7 @@ namespace {
 
 constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact",   "--kv-sink",      "--kv-recent", "--kv-prefill",
                                       "--kv-windows", "--kv-allow-slow", "--kv-attention", "--kv-memory", "--kv-reuse",
-                                      "--kv-verify"};
+                                      "--kv-shift",   "--kv-verify"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -61,6 +63,11 @@ ReuseRule reuse_rule(const std::string& value) {
     fail("--kv-reuse takes exact or codes, not '{}'", value);
 }
 
+bool shift_rule(const std::string& value) {
+    if (value != "refuse" && value != "reprefill") { fail("--kv-shift takes refuse or reprefill, not '{}'", value); }
+    return value == "reprefill";
+}
+
 // 1500000, 800M, 1.5G
 size_t byte_count(const std::string& flag, const std::string& value) {
     double n = 0;
@@ -83,7 +90,8 @@ struct Conflict {
 const Conflict kConflicts[] = {
     {{"-ctk", "--cache-type-k"}, "LLAMA_ARG_CACHE_TYPE_K", "--kv decides how keys are kept"},
     {{"-ctv", "--cache-type-v"}, "LLAMA_ARG_CACHE_TYPE_V", "--kv decides how values are kept"},
-    {{"--context-shift"}, "LLAMA_ARG_CONTEXT_SHIFT", "the positions of coded keys cannot be shifted"},
+    {{"--context-shift"}, "LLAMA_ARG_CONTEXT_SHIFT",
+     "the positions of coded keys cannot be shifted (crumb serve computes them again with --kv-shift reprefill)"},
     {{"--cache-reuse"}, "LLAMA_ARG_CACHE_REUSE", "the positions of coded keys cannot be shifted"},
     {{"-gan", "--grp-attn-n"}, "LLAMA_ARG_GRP_ATTN_N", "self-extend changes the positions of coded keys"},
     {{"-gaw", "--grp-attn-w"}, "LLAMA_ARG_GRP_ATTN_W", "self-extend changes the positions of coded keys"},
@@ -160,6 +168,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             options.verify = count(flag, value);
         } else if (flag == "--kv-reuse") {
             options.reuse = reuse_rule(value);
+        } else if (flag == "--kv-shift") {
+            result.shift = shift_rule(value);
         } else {
             options.prefill = prefill_rule(value);
         }

@@ -21,14 +21,14 @@ import pathlib
 import re
 import sys
 
-from insertions import cuda, http, memory, server
+from insertions import cuda, http, memory, server, shift
 
 
 class Refused(Exception):
     pass
 
 
-HOOKS = memory.HOOKS + server.HOOKS + http.HOOKS
+HOOKS = memory.HOOKS + server.HOOKS + shift.HOOKS + http.HOOKS
 CUDA_HOOKS = cuda.HOOKS
 
 

@@ -8,6 +8,7 @@
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 
 namespace crumb::llama {
@@ -30,6 +31,8 @@ private:
 
 class Serving : public server_kv_memory {
 public:
+    explicit Serving(bool shift) : shift_(shift) {}
+
     int32_t reuse(llama_context* context, int id, const llama_tokens& tokens, int32_t n_own, uint64_t salt, int32_t n_common) override {
         Memory* memory = memory_of(context);
         return memory ? memory->reuse(id, tokens, n_own, salt, n_common) : n_own;
@@ -72,6 +75,19 @@ public:
         // Where the context of a sequence ends is for the server to say.
         if (!memory || memory->cache().length(id) + n_tokens > memory->cache().config().tokens_per_sequence) { return true; }
         return memory->cache().has_room(id, n_tokens);
+    }
+
+    bool shifts() override { return shift_; }
+
+    void shifted(llama_context* context, int id, int32_t n_dropped, int32_t n_computed, int32_t n_predict) override {
+        Memory* memory = memory_of(context);
+        if (!memory) { return; }
+        ++shifts_;
+        dropped_ += uint64_t(n_dropped);
+        computed_ += uint64_t(n_computed);
+        // Pages that it shared are no longer its own: what it was promised is promised anew, or no more.
+        Cache& cache = memory->cache();
+        if (!cache.promise(id, int64_t(cache.length(id)) + n_computed + std::max(n_predict, 1))) { cache.end_promise(id); }
     }
 
     bool matches(llama_context* context, const std::string& path, size_t n_bytes, const llama_tokens& tokens) override {
@@ -120,6 +136,9 @@ public:
                  c.found_tokens);
         text.add("kv_tokens_aged_early_total", "counter", "Tokens that a rewind left in the window through their codes only",
                  c.aged_early_tokens);
+        text.add("kv_context_shifts_total", "counter", "Contexts that were full and dropped their middle", shifts_.load());
+        text.add("kv_tokens_dropped_total", "counter", "Tokens that they dropped", dropped_.load());
+        text.add("kv_tokens_recomputed_total", "counter", "Tokens behind those, which were computed again", computed_.load());
         text.add("kv_rows_saturated_total", "counter", "Rows of K or V beyond the range of their page's numbers", c.encoded.saturated);
         text.add("kv_nonfinite_total", "counter", "Elements of K or V that were no numbers", c.encoded.nonfinite);
         if (drift) {
@@ -129,12 +148,16 @@ public:
         }
         return text.take();
     }
+
+private:
+    const bool shift_;
+    std::atomic<uint64_t> shifts_ = 0, dropped_ = 0, computed_ = 0;  // metrics() may be called by another thread
 };
 
 }  // namespace
 
-server_kv_memory& serving() {
-    static Serving instance;
+server_kv_memory& serving(bool shift) {
+    static Serving instance(shift);
     return instance;
 }
 

@@ -87,6 +87,10 @@ struct server_context_impl; // private implementation
 enum slot_state {
 };
 struct server_slot {
+    // generation props
+    void reset() {
+        truncated      = false;
+    }
     void release() {
             callback_on_reset(*this);
     }
@@ -94,6 +98,10 @@ struct server_slot {
             slot.callback_on_release = [this](int id_slot) {
                 queue_tasks.pop_deferred_task(id_slot);
             };
+    bool load_model() {
+        if (llama_model_n_swa(model_tgt) == 0) {
+        }
+    }
     server_slot * get_slot_by_id(int id_slot) {
     }
     bool process_token() {
@@ -101,6 +109,13 @@ struct server_slot {
     }
                     if (task.is_parent()) {
                     }
+    void pre_decode() {
+                slot.mem.seq_rm (slot.id, n_keep            , n_keep + n_discard);
+            // check if we can batch this slot with the previous one
+            if (!slot_batched) {
+                // check if we can batch this slot with the previous one
+                // this slot still has a prompt to be processed
+    }
             case SERVER_TASK_TYPE_CANCEL:
                 {
                 } break;

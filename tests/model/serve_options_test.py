@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 import unittest
 
 import server
@@ -60,6 +61,27 @@ class Options(unittest.TestCase):
                 for job in [pool.submit(server.ask, PROMPT, temperature=0.8, seed=i) for i in range(2)]:  # guesses are rejected
                     self.assertGreater(job.result()["timings"]["predicted_n"], 0)
             self.assertEqual(server.metrics()["crumb:kv_tokens_aged_early_total"], 0)
+
+    def test_memory_is_what_was_said(self):
+        """The most that a process ever held, loading included: what is not in use is not there, and no scratch grows with -c."""
+        peaks = []
+        for flags in ([*CODED, "-c", "1024"], [*CODED, "-c", "32768"], ["-fa", "on", "-c", "32768"]):
+            with Server(*flags, "-np", "1") as server:
+                server.ask(TEXT * 40, n=2)
+                peaks.append(server.memory_mib("VmHWM"))
+                if flags[-1] == "1024":
+                    said = server.call("/props")["kv_cache"]["bytes"]["total"]
+                    self.assertTrue(0 < server.metrics()["crumb:kv_cache_bytes_in_use"] <= said)
+        self.assertLess(abs(peaks[1] - peaks[0]), 24, peaks)
+        self.assertLess(peaks[1], peaks[2], peaks)
+
+    def test_asleep_and_awake(self):
+        with Server(*CODED, "--sleep-idle-seconds", "2") as server:
+            for _ in range(2):
+                reply = server.ask(PROMPT, id_slot=0)
+                self.assertEqual((reply["content"], reply["timings"]["cache_n"]), (self.plain, 0))  # weights and cache were gone
+                while not server.call("/props")["is_sleeping"]:
+                    time.sleep(0.2)
 
     def test_the_servers_own_store_of_prompts(self):
         with Server(*CODED, "-np", "1", "-c", "512", "--cache-ram", "64") as server:

@@ -4,9 +4,11 @@
 usage: slot_file_test.py CRUMB MODEL_F32.gguf
 """
 import os
+import re
 import resource
 import signal
 import struct
+import subprocess
 import tempfile
 import threading
 import time
@@ -14,7 +16,7 @@ import unittest
 import urllib.error
 
 import server
-from server import TEXT, Server
+from server import CRUMB, MODEL, TEXT, Server
 
 PROMPT = TEXT * 24 + "In short,"
 CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "-np", "2", "-c", "1024", "--slots"]
@@ -82,8 +84,27 @@ class SlotFiles(unittest.TestCase):
             self.assertEqual(status, 400)
             self.assertIn("--kv-recent '64', here it is '128'", message)
 
+    def test_between_instruction_sets(self):
+        """What one wrote is read by the next, whatever reads codes there, and the answer is that of its own cold start."""
+        refused = subprocess.run([CRUMB, "serve", "-m", MODEL, *CODED, "--kv-attention", "none"], capture_output=True, text=True, timeout=60)
+        levels = re.search(r"--kv-attention takes auto, (.*) on this machine", refused.stderr)[1].split(", ")
+        self.assertGreaterEqual(len(levels), 3, levels)  # portable, one of this machine, and pages that become numbers first
+        for here, there in zip(levels, levels[1:] + levels[:1]):
+            with self.subTest(f"{here}, then {there}"):
+                with Server(*CODED, "--kv-attention", here, folder=self.folder) as server:
+                    server.ask(PROMPT, n=1, id_slot=0)
+                    saved = server.call("/slots/0?action=save", {"filename": "state"})["n_saved"]
+                with Server(*CODED, "--kv-attention", there, folder=self.folder) as server:
+                    self.assertIn(f"attention {there}", server.output())
+                    cold = server.ask(PROMPT, id_slot=0, cache_prompt=False)["content"]
+                    server.erase()
+                    self.assertEqual(self.restore(server, "state", slot=1), saved)
+                    restored = server.ask(PROMPT, id_slot=1)
+                    self.assertEqual(restored["content"], cold)
+                    self.assertGreater(restored["timings"]["cache_n"], 300)
+
     def test_a_full_disk(self):
-        with Limited(*CODED) as server:
+        with Server(*CODED, preexec_fn=limited, restore_signals=False) as server:
             server.ask(PROMPT, id_slot=0)
             status, message = server.refusal("/slots/0?action=save", {"filename": "whole"})
             self.assertEqual(status, 500)
@@ -122,13 +143,9 @@ class SlotFiles(unittest.TestCase):
             self.assertIn(server.refusal("/slots/1?action=restore", {"filename": "state.part"})[0], range(400, 500))
 
 
-class Limited(Server):
-    """Files of this server end at a megabyte, as they do on a disk that is full."""
-
-    def start(self, command):
-        def limit():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        return super().start(command, preexec_fn=limit, restore_signals=False)
+def limited():
+    """Files end at a megabyte, as they do on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
 if __name__ == "__main__":

@@ -24,15 +24,17 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.error
-import urllib.request
 
 import openai
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import loopback  # noqa: E402
+from loopback import message_of  # noqa: E402
 
 TEXT = "The key-value cache of a transformer grows with the length of the text. "
 SYSTEMS = [f"You are assistant number {i}. " + TEXT * 12 for i in range(3)]
@@ -49,60 +51,19 @@ def say(what):
     print(f"soak: {what}", file=sys.stderr, flush=True)
 
 
-def refusal(error):
-    with error:
-        return json.loads(error.read())["error"]["message"]
-
-
-class Server:
+class Server(loopback.Server):
     def __init__(self, crumb, model, folder, log, recipe="quarot:paper", memory="54M"):
-        self.command = [crumb, "serve", "-m", model, "-c", "1024", "-np", "4", "-t", "1", "-b", "256", "-ub", "128", "--jinja",
-                        "--kv", recipe, "--kv-recent", "64", "--kv-memory", memory, "--metrics", "--slots",
-                        "--slot-save-path", folder, "--api-key", KEY]
         self.folder = folder
-        self.log = open(log, "ab")
         self.kills = 0
         self.down = threading.Event()  # on purpose
-        self.start()
+        super().__init__([crumb, "serve", "-m", model, "-c", "1024", "-np", "4", "-t", "1", "-b", "256", "-ub", "128", "--jinja",
+                          "--kv", recipe, "--kv-recent", "64", "--kv-memory", memory, "--metrics", "--slots",
+                          "--slot-save-path", folder, "--api-key", KEY], log, KEY)
 
     def start(self):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        self.process = subprocess.Popen(self.command + ["--port", str(self.port)], stdout=self.log, stderr=self.log)
-        for _ in range(1200):
-            if self.process.poll() is not None:
-                raise SystemExit("soak: the server did not start:\n" + self.last_words())
-            try:
-                if self.call("/health")["status"] == "ok":
-                    break
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.1)
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=300)
+        super().start()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=300)
         self.down.clear()
-
-    def call(self, path, body=None, raw=None, text=False):
-        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data,
-                                         {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"})
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return reply.read().decode() if text else json.loads(reply.read())
-
-    def metric(self, name):
-        lines = self.call("/metrics", text=True).splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
-
-    def memory(self):
-        with open(f"/proc/{self.process.pid}/status") as f:
-            return next(int(line.split()[1]) for line in f if line.startswith("VmRSS")) / 1024
-
-    def last_words(self):
-        with open(self.log.name, errors="replace") as f:
-            return "".join(f.readlines()[-60:])
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(60)
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -260,7 +221,7 @@ class Soak:
         except urllib.error.HTTPError as error:
             if error.code == 503:  # it starts
                 raise
-            message = refusal(error)
+            message = message_of(error)
             if "could not be written" not in message or not (full or self.full or fills != self.fills):
                 self.fail("a slot was not saved", message=message)
             return None
@@ -274,7 +235,7 @@ class Soak:
         except urllib.error.HTTPError as error:
             if error.code == 503:
                 raise
-            message = refusal(error)
+            message = message_of(error)
             if "blocks are free" not in message:  # a full cache may refuse
                 self.fail("a slot was not restored", message=message)
         self.count("slots saved and restored")
@@ -336,7 +297,7 @@ class Soak:
                     self.count("lost by a kill")
                     time.sleep(0.5)
                 elif isinstance(error, urllib.error.HTTPError):
-                    self.fail("an error", action=action.__name__, status=error.code, message=refusal(error))
+                    self.fail("an error", action=action.__name__, status=error.code, message=message_of(error))
                 else:
                     self.fail("the connection broke", action=action.__name__, error=repr(error))
             except openai.APIError as error:
@@ -366,7 +327,7 @@ class Soak:
                 self.kill()
                 next_kill = time.monotonic() + KILL_EVERY
             if self.server.process.poll() is None:
-                self.memory.append((now, self.server.memory()))
+                self.memory.append((now, self.server.memory_mib()))
             if now > next_word:
                 next_word = now + 15
                 say(f"{now - start:.0f} s: {sum(self.done.values())} done, {len(self.wrong)} wrong, {self.server.kills} kills, {self.memory[-1][1]:.0f} MiB")
@@ -387,14 +348,14 @@ class Soak:
         try:
             self.server.call("/slots/1?action=restore", {"filename": "state"})
         except urllib.error.HTTPError as error:
-            message = refusal(error)
+            message = message_of(error)
             if "blocks are free" not in message:
                 self.fail("a slot file after a kill", message=message)
         self.count("kills")
 
     def at_rest(self):
         for _ in range(600):
-            if self.server.metric("llamacpp:requests_processing") == self.server.metric("llamacpp:requests_deferred") == 0:
+            if self.server.metrics()["llamacpp:requests_processing"] == self.server.metrics()["llamacpp:requests_deferred"] == 0:
                 break
             time.sleep(0.1)
         else:
@@ -402,10 +363,10 @@ class Soak:
         for slot in range(4):
             self.server.call(f"/slots/{slot}?action=erase", {})
         for name in ("crumb:kv_pages_in_use", "crumb:kv_cache_bytes_in_use"):
-            if self.server.metric(name) != 0:
-                self.fail("a leak", metric=name, value=self.server.metric(name))
-        if self.server.metric("crumb:kv_tokens_aged_early_total") != 0:
-            self.fail("tokens aged early", value=self.server.metric("crumb:kv_tokens_aged_early_total"))
+            if self.server.metrics()[name] != 0:
+                self.fail("a leak", metric=name, value=self.server.metrics()[name])
+        if self.server.metrics()["crumb:kv_tokens_aged_early_total"] != 0:
+            self.fail("tokens aged early", value=self.server.metrics()["crumb:kv_tokens_aged_early_total"])
         one = self.conversations[0]
         self.chat(random.Random(0), one)
 
@@ -444,7 +405,7 @@ def main():
             server.stop()
         report = {"clients": args.clients, "minutes": args.minutes, **soak.report()}
         if report["wrong"]:
-            print(server.last_words(), file=sys.stderr)
+            print("".join(server.output().splitlines(True)[-60:]), file=sys.stderr)
     print(json.dumps(report, indent=1))
     if args.json:
         with open(args.json, "w") as f:

@@ -24,6 +24,11 @@ struct server_kv_memory {
     virtual void release(llama_context * ctx, int id) = 0;
     virtual bool has_room(llama_context * ctx, int id, int32_t n_tokens) = 0;
 
+    // whether a context that is full drops tokens of its middle, and those behind them are computed again. that it did, how
+    // many will be, and how many may follow (-1: not known): from here on they need room, as far as there is some
+    virtual bool shifts() = 0;
+    virtual void shifted(llama_context * ctx, int id, int32_t n_dropped, int32_t n_computed, int32_t n_predict) = 0;
+
     // whether the state that follows behind n_bytes of a file belongs to these tokens
     virtual bool matches(llama_context * ctx, const std::string & path, size_t n_bytes, const llama_tokens & tokens) = 0;
     virtual std::string refusal() = 0; // why the last state did not match or was not restored; nothing was changed
@@ -89,6 +94,20 @@ SERVER_RELEASE = """\
 SERVER_HELPERS = """\
     std::map<int, server_task> kv_waiting; // for room, the oldest first
 
+    // what else than its tokens decides K and V of a slot
+    static uint64_t salt_of(const server_slot & slot) {
+        uint64_t salt = 0;
+        for (const auto & lora : slot.lora) {
+            if (lora.scale != 0.0f) {
+                salt = salt * 31 + std::hash<std::string>{}(lora.path + ":" + std::to_string(lora.scale));
+            }
+        }
+        if (lora_all_alora(slot.lora)) {
+            salt = ~(uint64_t) slot.task->id; // applies to some of the tokens only
+        }
+        return salt;
+    }
+
     // what the prompt of the slot's task can start from: n_past tokens of the slot, or others that the KV memory has
     int reuse_prefix(server_slot & slot, int n_past) {
         const auto & input = slot.task->tokens;
@@ -100,15 +119,6 @@ SERVER_HELPERS = """\
             const int n_keep = g_kv_memory->keep(slot.ctx_tgt, slot.id, input.size(), n_past);
             return n_keep < n_past && input.has_mtmd ? 0 : n_keep; // never a part of an image
         }
-        uint64_t salt = 0;
-        for (const auto & lora : slot.lora) {
-            if (lora.scale != 0.0f) {
-                salt = salt * 31 + std::hash<std::string>{}(lora.path + ":" + std::to_string(lora.scale));
-            }
-        }
-        if (lora_all_alora(slot.lora)) {
-            salt = ~(uint64_t) slot.task->id; // applies to some of the tokens only
-        }
         int n_common = 0; // what comes before the first message of a user
         for (const auto & span : slot.task->params.message_spans.spans) {
             if (span.role == COMMON_CHAT_ROLE_USER) {
@@ -117,7 +127,7 @@ SERVER_HELPERS = """\
             }
         }
         const llama_tokens & tokens = input.get_tokens();
-        const int n = g_kv_memory->reuse(slot.ctx_tgt, slot.id, tokens, n_past, salt, n_common);
+        const int n = g_kv_memory->reuse(slot.ctx_tgt, slot.id, tokens, n_past, salt_of(slot), n_common);
         slot.prompt.tokens.keep_first(std::min(n, n_past));
         for (int i = slot.prompt.n_tokens(); i < n; i++) {
             slot.prompt.tokens.push_back(tokens[i]);

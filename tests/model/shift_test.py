@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Contexts that are full and go on (--kv-shift reprefill): every answer is that of fresh requests with the tokens that are left.
+
+usage: shift_test.py CRUMB MODEL_F32.gguf
+"""
+import concurrent.futures
+import subprocess
+import time
+import unittest
+
+import server
+from server import CRUMB, MODEL, TEXT, Server
+
+CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "--metrics", "--slots"]
+# Many at once: a batch of others changes a sum by its last bit, which may turn a code of two bits, and so a word much later.
+EXACT = ["--kv", "bf16", "--kv-recent", "64", "--metrics", "--slots"]
+CONTEXT = 512
+
+
+class Shifts(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.plain = cls.enterClassContext(Server(*CODED))
+        cls.server = cls.enterClassContext(Server(*CODED, "--kv-shift", "reprefill"))
+        cls.ids = cls.plain.call("/tokenize", {"content": "".join(f"{i}. {TEXT}" for i in range(60))})["tokens"]
+        cls.bos = len(cls.plain.call("/tokenize", {"content": "", "add_special": True})["tokens"])
+
+    def fresh(self, prompt, n, keep=0, discard=0, plain=None):
+        """Tokens, and how many were dropped and left behind them: requests to a server that never shifts, one a piece."""
+        tokens, dropped, behind = [], [], []
+        held = list(prompt)
+        while True:
+            piece = (plain or self.plain).ask(held, n=min(n - len(tokens), CONTEXT - len(held)), ignore_eos=True, return_tokens=True, cache_prompt=False)["tokens"]
+            tokens += piece
+            if len(tokens) == n:
+                return tokens, dropped, behind
+            held += piece
+            last = held.pop()  # chosen, and not computed yet
+            first = min((len(prompt) if keep < 0 else keep) + self.bos, CONTEXT - 4)
+            left = len(held) - first
+            drop = min(discard or left // 2, left - 1)
+            held = held[:first] + held[first + drop:] + [last]
+            dropped.append(drop)
+            behind.append(left - drop)
+
+    def shifted(self, server, prompt, n, keep=0, discard=0, **more):
+        return server.ask(prompt, n=n, ignore_eos=True, return_tokens=True, n_keep=keep, n_discard=discard, **more)
+
+    def counted(self, server):
+        return [server.metrics()[f"crumb:kv_{name}_total"] for name in ("context_shifts", "tokens_dropped", "tokens_recomputed")]
+
+    def same(self, server, n_prompt, n, **how):
+        prompt = self.ids[:n_prompt]
+        tokens, dropped, behind = self.fresh(prompt, n, **how)
+        before = self.counted(server)
+        reply = self.shifted(server, prompt, n, **how)
+        self.assertEqual(reply["tokens"], tokens)
+        self.assertTrue(reply["truncated"])
+        self.assertEqual(reply["stop_type"], "limit")
+        shifts, gone, computed = (now - then for now, then in zip(self.counted(server), before))
+        self.assertEqual((shifts, gone), (len(dropped), sum(dropped)))
+        # some may be known from another request, and of those that were kept no more stay than have their window
+        self.assertTrue(len(behind) <= computed <= sum(behind) + len(behind) * CONTEXT, (computed, behind))
+        self.assertEqual(reply["timings"]["cache_n"] + reply["timings"]["prompt_n"], n_prompt + computed)
+        return dropped
+
+    def test_the_text_of_fresh_requests(self):
+        self.assertEqual(len(self.same(self.server, 450, 420)), 2)
+
+    def test_tokens_that_are_kept(self):
+        for n, how in ((80, {"keep": 150}), (80, {"keep": -1}), (150, {"keep": 20, "discard": 70}), (54, {"keep": 5000})):
+            with self.subTest(how):
+                self.assertGreaterEqual(len(self.same(self.server, 460, n, **how)), 1)
+
+    def test_four_at_once(self):
+        jobs = [(self.ids[i:i + 440 + 10 * i], 80 + 20 * i) for i in range(4)]
+        with Server(*EXACT, "--kv-shift", "reprefill") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda job: self.shifted(server, *job)["tokens"], jobs))
+        with Server(*EXACT) as plain:
+            for job, tokens in zip(jobs, replies):
+                self.assertEqual(tokens, self.fresh(*job, plain=plain)[0])
+
+    def test_the_prompt_is_found_again(self):
+        first = self.shifted(self.server, self.ids[:480], 60, id_slot=0)
+        self.assertEqual(self.shifted(self.server, self.ids[:480], 60, id_slot=0)["tokens"], first["tokens"])
+        self.assertEqual(self.server.metrics()["crumb:kv_tokens_aged_early_total"], 0)
+
+    def test_who_goes_away_leaves_nothing(self):
+        body = {"prompt": self.ids[:500], "n_predict": -1, "ignore_eos": True, "temperature": 0}
+        for n in (11, 12, 13, 14):  # some leave while what is behind the gap is computed
+            for i, _ in enumerate(self.server.events("/completion", body)):
+                if i == n:
+                    break
+        while self.server.metrics()["llamacpp:requests_processing"]:
+            time.sleep(0.1)
+        self.server.erase()
+        metrics = self.server.metrics()
+        self.assertEqual((metrics["crumb:kv_pages_in_use"], metrics["crumb:kv_cache_bytes_in_use"]), (0, 0))
+        self.same(self.server, 500, 40)
+
+    def test_a_draft_model(self):
+        with Server(*CODED, "--kv-shift", "reprefill", "-md", MODEL, "--spec-draft-n-max", "4", "--spec-type", "draft-simple", "-np", "1", "-c", "512") as server:
+            self.assertGreater(len(self.same(server, 480, 60)), 0)
+
+    def test_what_is_checked_goes_on(self):
+        with Server(*CODED, "--kv-shift", "reprefill", "--kv-verify", "4", "-np", "1", "-c", "512") as server:
+            self.same(server, 490, 40)
+            self.assertGreater(server.metrics()["crumb:kv_verify_rows_total"], 0)
+
+    def test_without_it(self):
+        reply = self.plain.call("/v1/completions", {"prompt": self.ids[:500], "max_tokens": 100, "ignore_eos": True})
+        self.assertEqual((reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]), ("length", CONTEXT - 500))
+        self.assertEqual(self.counted(self.plain), [0, 0, 0])
+        for command, flags, words in (("serve", ["--context-shift"], "--kv-shift reprefill"), ("serve", ["--kv-shift", "slide"], "refuse or reprefill"),
+                                      ("run", ["--kv-shift", "reprefill"], "for crumb serve")):
+            run = subprocess.run([CRUMB, command, "-m", MODEL, "--kv", "quarot:paper", *flags], capture_output=True, text=True, timeout=60)
+            self.assertNotEqual(run.returncode, 0)
+            self.assertIn(words, run.stderr)
+
+
+if __name__ == "__main__":
+    server.main()
