@@ -4,6 +4,7 @@
 usage: shift_test.py CRUMB MODEL_F32.gguf
 """
 import concurrent.futures
+import re
 import subprocess
 import time
 import unittest
@@ -97,6 +98,23 @@ class Shifts(unittest.TestCase):
         metrics = self.server.metrics()
         self.assertEqual((metrics["crumb:kv_pages_in_use"], metrics["crumb:kv_cache_bytes_in_use"]), (0, 0))
         self.same(self.server, 500, 40)
+
+    def test_little_memory(self):
+        flags = [*EXACT, "-np", "2", "-c", "512", "-b", "256", "-ub", "128", "--kv-shift", "reprefill", "--kv-memory"]
+        said = subprocess.run([CRUMB, "serve", "-m", MODEL, *flags, "1M"], capture_output=True, text=True, timeout=120)
+        least = int(re.search(r"give at least (\d+)M", said.stderr + said.stdout)[1])
+        jobs = [(self.ids[i:460 + i], 120) for i in range(3)]
+        with Server(*EXACT) as plain:
+            alone = [self.fresh(*job, plain=plain)[0] for job in jobs]
+        with Server(*flags, f"{least + 14}M") as server:
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                for job, right in zip([pool.submit(self.shifted, server, *job) for job in jobs], alone):
+                    self.assertEqual(job.result()["tokens"], right)  # one waits until there is room
+                for job in [pool.submit(self.shifted, server, self.ids[i:400 + i], 250) for i in range(2)]:
+                    self.assertGreater(job.result()["tokens_predicted"], 100)  # ends where there is no more room
+            self.assertEqual(server.call("/health")["status"], "ok")
+            server.erase()
+            self.assertEqual(server.metrics()["crumb:kv_pages_in_use"], 0)
 
     def test_a_draft_model(self):
         with Server(*CODED, "--kv-shift", "reprefill", "-md", MODEL, "--spec-draft-n-max", "4", "--spec-type", "draft-simple", "-np", "1", "-c", "512") as server:
