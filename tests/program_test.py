@@ -54,6 +54,17 @@ class Refusals(unittest.TestCase):
         self.assertEqual(model.read_bytes(), b"GGUF and weights")
         self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["model.gguf", "text.txt"])
 
+    def test_an_artefact_is_not_written_over_the_one_that_is_read(self):
+        artefact, beside = self.folder / "a.safetensors", self.folder / "model.crumb.safetensors"
+        artefact.write_bytes(b"artefact of another file")
+        beside.hardlink_to(artefact)
+        for output in (["-o", artefact], ["-o", self.folder / ".." / self.folder.name / artefact.name], []):
+            self.refused(1, "would be overwritten", "-o",
+                         arguments=["rotations", "adopt", "-m", self.folder / "model.gguf", "--artifact", artefact, *output])
+            self.refused(1, "would be overwritten", "-o",
+                         arguments=["rotations", "extract", "-m", self.folder / "model.gguf", "--from", artefact, *output])
+        self.assertEqual(artefact.read_bytes(), b"artefact of another file")
+
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],
                               capture_output=True, text=True, timeout=60,

@@ -6,11 +6,12 @@ usage: depth.py CRUMB MODEL.gguf -o NAME [--depths 0,2048,8192] [--rounds 3] [--
                 [--cache "had2=--kv had2" --cache "f16=" --cache "q8_0=-fa 1 -ctk q8_0 -ctv q8_0@4096" ...]
 
 A cache is NAME=FLAGS of `crumb bench`, with @DEPTH where its largest depth is smaller than the others'. NAME.jsonl keeps every run
-of `crumb bench`, and a depth that is in it is not measured again; NAME.svg is the plot; the table goes to standard output.
+of `crumb bench`, and a depth that is in it is not measured again (runs of other settings are refused); NAME.svg is the plot; the table goes to standard output.
 """
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,10 +22,52 @@ from svg import COLOURS, Svg
 CACHES = ["had2=--kv had2", "f16=-fa 1"]
 
 
-def parse_cache(text):
-    name, _, rest = text.partition("=")
-    flags, _, deepest = rest.partition("@")
-    return name, flags.split(), int(deepest or 1 << 30)
+def cache(text):
+    name, equals, rest = text.partition("=")
+    flags, at, deepest = rest.partition("@")
+    if not name or not equals or at and not deepest.isdigit():
+        raise argparse.ArgumentTypeError(f"a cache is NAME=FLAGS or NAME=FLAGS@DEPTH, not '{text}'")
+    return name, flags.split(), int(deepest) if at else 1 << 30
+
+
+def depth_list(text):
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"depths are numbers of tokens with commas between, not '{text}'")
+    return [int(d) for d in text.split(",")]
+
+
+def count(text):
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a number from 1 on is needed, not '{text}'")
+    return int(text)
+
+
+def settings(args):
+    """What all runs of one table have in common."""
+    return {"file": Path(args.model).name, "threads": args.threads, "prompt_tokens": args.prompt, "generated_tokens": args.generate}
+
+
+def kept_runs(path, args, caches):
+    """The runs of an earlier call. A last line that was not written to its end is cut off."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[:text.rfind("\n") + 1]
+    if whole != text:
+        os.truncate(path, len(whole.encode()))
+    records, flags = [], {name: flags for name, flags, _ in caches}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            r = json.loads(line)
+            expected = settings(args) | {"flags": flags.get(r["cache"], r.get("flags"))}
+            measured = all(r[what] > 0 for what in ("prompt", "generate")) and r["depth"] >= 0 and r["round"] >= 0
+        except (ValueError, KeyError, TypeError, AttributeError):
+            measured = False
+        if not measured:
+            sys.exit(f"depth: error: line {number} of {path} is no run of crumb bench: remove the line, or choose another -o")
+        for what, value in expected.items():
+            if r.get(what) != value:
+                sys.exit(f"depth: error: line {number} of {path} was measured with {what} {r.get(what)}, not {value}: choose another -o, or remove the file")
+        records.append(r)
+    return records
 
 
 def run(args, name, flags, depth, round_):
@@ -33,11 +76,11 @@ def run(args, name, flags, depth, round_):
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"depth: error: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    record = {"cache": name, "depth": depth, "round": round_, "load": os.getloadavg()[0]}
+    record = {"cache": name, "depth": depth, "round": round_, "load": os.getloadavg()[0], **settings(args), "flags": flags}
     for line in filter(None, done.stdout.splitlines()):
         row = json.loads(line)
         record["prompt" if row["n_prompt"] else "generate"] = row["avg_ts"]
-        record["model"], record["cpu"], record["threads"] = row["model_type"], row["cpu_info"], row["n_threads"]
+        record["model"], record["cpu"] = row["model_type"], row["cpu_info"]
     return record
 
 
@@ -78,6 +121,7 @@ def plot(records, path):
     measured, caches = medians(records), list(dict.fromkeys(r["cache"] for r in records))
     depths = sorted({r["depth"] for r in records})
     svg, height, width = Svg(820, 360), 260, 300
+    deepest = max(*depths, 1)
     for i, what in enumerate(("a prompt token", "a generated token")):
         left, most = 60 + 370 * i, 1.1 * max(v[i] for v in measured.values())
         svg.text(left, 22, f"ms of {what}")
@@ -85,10 +129,10 @@ def plot(records, path):
             y = 40 + height * (1 - step / 4)
             svg.line([(left, y), (left + width, y)])
             svg.text(left - 6, y + 4, f"{most * step / 4:.0f}" if most > 20 else f"{most * step / 4:.1f}", "end")
-        for d in (0, max(depths) // 2, max(depths)):
-            svg.text(left + width * d / max(depths), 56 + height, f"{d:,}", "middle")
+        for d in (0, deepest // 2, deepest):
+            svg.text(left + width * d / deepest, 56 + height, f"{d:,}", "middle")
         for k, cache in enumerate(caches):
-            points = [(left + width * d / max(depths), 40 + height * (1 - measured[cache, d][i] / most)) for d in depths if (cache, d) in measured]
+            points = [(left + width * d / deepest, 40 + height * (1 - measured[cache, d][i] / most)) for d in depths if (cache, d) in measured]
             svg.line(points, COLOURS[k % len(COLOURS)], 2)
     for k, cache in enumerate(caches):
         svg.bar(60 + 110 * k, 335, 12, 12, COLOURS[k % len(COLOURS)])
@@ -102,29 +146,35 @@ def main():
     parser.add_argument("crumb")
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
-    parser.add_argument("--depths", default="0,2048,4096,8192", type=lambda s: [int(d) for d in s.split(",")])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--generate", type=int, default=32)
-    parser.add_argument("--cache", action="append", type=parse_cache)
+    parser.add_argument("--depths", default="0,2048,4096,8192", type=depth_list)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--prompt", type=count, default=512)
+    parser.add_argument("--generate", type=count, default=32)
+    parser.add_argument("--cache", action="append", type=cache)
     args = parser.parse_args()
     kept = Path(args.output + ".jsonl")
-    records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    caches = args.cache or [cache(text) for text in CACHES]
+    records = kept_runs(kept, args, caches)
     done = {(r["cache"], r["depth"], r["round"]) for r in records}
     with open(kept, "a") as out:
         for round_ in range(args.rounds):
             for depth in args.depths:
-                for name, flags, deepest in args.cache or map(parse_cache, CACHES):
+                for name, flags, deepest in caches:
                     if depth <= deepest and (name, depth, round_) not in done:
                         records.append(run(args, name, flags, depth, round_))
                         out.write(json.dumps(records[-1]) + "\n")
                         out.flush()
                         print(f"\rround {round_ + 1}, depth {depth}, {name}", end="    ", file=sys.stderr)
     print(file=sys.stderr)
+    if not records:
+        sys.exit("depth: error: every depth of --depths is beyond the @DEPTH of every cache")
     table(records)
     plot(records, args.output + ".svg")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"depth: error: {error}")

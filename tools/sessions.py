@@ -25,8 +25,9 @@ import struct
 import sys
 import threading
 import time
+import urllib.error
 
-from loopback import Server
+from loopback import Server, message_of
 
 CACHES = ["-ctk f16 -ctv f16", "-ctk q8_0 -ctv q8_0", "-ctk q4_0 -ctv q4_0", "--kv had2"]
 SENTENCE = "Rule {}: the cache of a transformer grows with the length of the text, so answer in few words. "
@@ -59,7 +60,10 @@ def stretch(source, file, kind, tokens):
     with open(source, "rb") as f, open(file + ".part", "wb") as out:
 
         def read(layout):
-            return struct.unpack(layout, f.read(struct.calcsize(layout)))
+            data = f.read(struct.calcsize(layout))
+            if len(data) != struct.calcsize(layout):
+                raise SystemExit(f"sessions: error: {source} is cut off: remove it, and it is computed again")
+            return struct.unpack(layout, data)
 
         magic, version, n_words = read("<III")
         f.seek(4 * n_words, os.SEEK_CUR)
@@ -78,17 +82,17 @@ def stretch(source, file, kind, tokens):
                 out.write(struct.pack("<iI", position, n_sequences) + sequences)
             transposed, n_layers = read("<II")
             if transposed:
-                raise SystemExit("sessions: the values of this file lie transposed: save it with -fa on")
+                raise SystemExit("sessions: error: the values of this file lie transposed: save it with -fa on")
             out.write(struct.pack("<II", transposed, n_layers))
             for _ in range(2 * n_layers):
                 kind_here, row = read("<iQ")
                 if kind_here != TYPES["f16"][0]:
-                    raise SystemExit(f"sessions: {source} is not of an F16 cache")
-                rows = encode(np.frombuffer(f.read(cells * row), "<f2").astype(np.float32).reshape(-1, 32)).reshape(cells, -1)
+                    raise SystemExit(f"sessions: error: {source} is not of an F16 cache")
+                rows = encode(np.frombuffer(b"".join(read(f"{cells * row}s")), "<f2").astype(np.float32).reshape(-1, 32)).reshape(cells, -1)
                 out.write(struct.pack("<iQ", number, rows.shape[1]))
                 out.write(rows[np.arange(len(tokens)) % cells].tobytes())
         if f.read(1):
-            raise SystemExit(f"sessions: {source} has more than one cache: of models with sliding windows there is no such file")
+            raise SystemExit(f"sessions: error: {source} has more than one cache: of models with sliding windows there is no such file")
     os.replace(file + ".part", file)
 
 
@@ -121,13 +125,17 @@ class Cache:
             if kind:
                 stretch(begun, file, kind, prompt)
         for slot in range(self.slots):
-            self.server.call(f"/slots/{slot}?action=restore", {"filename": os.path.basename(file)})
+            try:
+                self.server.call(f"/slots/{slot}?action=restore", {"filename": os.path.basename(file)})
+            except urllib.error.HTTPError as error:
+                raise SystemExit(f"sessions: error: {file} was not restored: {message_of(error)}; remove it, and it is computed again") from error
 
     def compute(self, prompt, file):
         self.say(f"computing {len(prompt)} tokens")
         began = time.monotonic()
         self.server.call("/completion", {"prompt": prompt, "n_predict": 1, "id_slot": 0})
-        self.server.call("/slots/0?action=save", {"filename": os.path.basename(file)})
+        self.server.call("/slots/0?action=save", {"filename": os.path.basename(file) + ".part"})
+        os.replace(file + ".part", file)
         self.say(f"computed in {time.monotonic() - began:.0f} s")
 
     def ask(self, slot, answer, so_far=lambda n: None):
@@ -156,9 +164,17 @@ class Cache:
         with concurrent.futures.ThreadPoolExecutor(load) as pool:
             computed = list(pool.map(session, range(load)))
         if max(computed) > 1 or len(marks) < 2:
-            raise SystemExit(f"sessions: {self.flags}: {computed} tokens of the prompts were computed again, {len(marks)} marks: the slots are not what was restored")
+            raise SystemExit(f"sessions: error: {self.flags}: {computed} tokens of the prompts were computed again, {len(marks)} marks: the slots are not what was restored")
         (n0, t0, c0), (n1, t1, c1) = marks
         return {"tokens_per_second": (n1 - n0) / (t1 - t0), "cpu_ms_per_token": 1000 * (c1 - c0) / (n1 - n0)}
+
+
+def count(least):
+    def parse(text):
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a number from {least} on is needed, not '{text}'")
+        return int(text)
+    return parse
 
 
 def main():
@@ -166,22 +182,24 @@ def main():
     parser.add_argument("crumb")
     parser.add_argument("model")
     parser.add_argument("--folder", required=True, help="of slot files")
-    parser.add_argument("--tokens", type=int, default=8096)
-    parser.add_argument("--loads", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--answer", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--computed", type=int, default=512)
+    parser.add_argument("--tokens", type=count(1), default=8096)
+    parser.add_argument("--loads", type=lambda text: [count(1)(n) for n in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--rounds", type=count(1), default=5)
+    parser.add_argument("--answer", type=count(2), default=24)
+    parser.add_argument("--threads", type=count(1), default=1)
+    parser.add_argument("--computed", type=count(1), default=512)
     parser.add_argument("--cache", action="append", help="flags of a cache; by default " + ", ".join(CACHES))
     parser.add_argument("--json", help="append the samples there")
     args = parser.parse_args()
     os.makedirs(args.folder, exist_ok=True)
     args.folder = os.path.abspath(args.folder)
+    if args.json:
+        open(args.json, "a").close()  # before the work
     caches = []
     try:
         for flags in args.cache or CACHES:
             caches.append(Cache(args, flags))
-        text = "".join(SENTENCE.format(i) for i in range(args.tokens // 16))
+        text = "".join(SENTENCE.format(i) for i in range(args.tokens // 16 + 1))
         prompt = caches[0].server.call("/tokenize", {"content": text})["tokens"][:args.tokens]
         for cache in caches:
             cache.fill(args, prompt)
@@ -221,4 +239,7 @@ def table(samples, loads):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, RuntimeError) as error:  # of files, of a connection, or a server that did not start
+        sys.exit(f"sessions: error: {error}")

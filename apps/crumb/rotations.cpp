@@ -48,15 +48,15 @@ int rotations(int argc, char** argv) {
         llama::quiet_log();
         return llama::identify(*llama::load_model(model, llama::Load::mapped), model);
     };
+    const auto beside = [&](const std::filesystem::path& chosen) { return chosen.empty() ? llama::default_artefact(model) : chosen; };
     const auto not_an_input = [&](std::initializer_list<std::filesystem::path> inputs) {
         for (const auto& input : inputs) {
             std::error_code error;
-            if (std::filesystem::equivalent(input, output, error)) {
-                fail("-o {} is also read: name another file", output.string());
+            if (std::filesystem::equivalent(input, beside(output), error)) {
+                fail("{} is read and would be overwritten: name another file with -o", input.string());
             }
         }
     };
-    const auto beside = [&](const std::filesystem::path& chosen) { return chosen.empty() ? llama::default_artefact(model) : chosen; };
 
     if (import->parsed()) {
         const Artefact result = import_rotation_files(k, v, identity());
@@ -72,6 +72,7 @@ int rotations(int argc, char** argv) {
         llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);
         std::printf("wrote %s\n", output.c_str());
     } else {
+        not_an_input({adopt->parsed() ? artefact : from});
         const Artefact result =
             adopt->parsed() ? read_artefact(artefact).adopted_by(identity()) : llama::read_gguf_rotations(from, identity());
         write_artefact(result, beside(output));

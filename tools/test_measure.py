@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""What depth.py and sessions.py refuse, and what depth.py keeps of earlier runs.
+
+usage: test_measure.py
+"""
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+RUN = {"cache": "had2", "depth": 0, "round": 0, "load": 1.0, "file": "m.gguf", "threads": 1, "prompt_tokens": 512, "generated_tokens": 32,
+       "flags": ["--kv", "had2"], "model": "llama", "cpu": "a CPU", "prompt": 80.0, "generate": 20.0}
+
+
+class Measure(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def run_tool(self, tool, *arguments):
+        return subprocess.run([sys.executable, TOOLS / tool, self.folder / "no-crumb", "m.gguf", *map(str, arguments)], capture_output=True, text=True,
+                              timeout=60)
+
+    def refused(self, status, words, tool, *arguments):
+        done = self.run_tool(tool, *arguments)
+        self.assertEqual(done.returncode, status, done.stderr)
+        self.assertIn(words, done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+
+    def depth(self, *arguments):
+        return ["depth.py", "-o", self.folder / "runs", "--cache", "had2=--kv had2", "--rounds", "1", "--depths", "0", *arguments]
+
+    def keep(self, *lines):
+        (self.folder / "runs.jsonl").write_text("".join(lines))
+
+    def test_flags(self):
+        for flags in (["--depths", "a,b"], ["--rounds", "0"], ["--prompt", "0"], ["--generate", "-1"], ["--cache", "had2"], ["--cache", "had2=--kv had2@deep"]):
+            self.refused(2, f"not '{flags[1]}'", *self.depth(*flags))
+        for flags in (["--loads", "1,x"], ["--loads", "0"], ["--rounds", "0"], ["--answer", "1"], ["--tokens", "0"]):
+            self.refused(2, f"argument {flags[0]}", "sessions.py", "--folder", self.folder, *flags)
+
+    def test_files_that_are_not_there(self):
+        self.refused(1, "no-crumb", *self.depth())
+        self.refused(1, "no-crumb", "sessions.py", "--folder", self.folder)
+        self.refused(1, "no/runs", *self.depth("-o", self.folder / "no/runs"))
+        self.refused(1, "no/a.json", "sessions.py", "--folder", self.folder, "--json", self.folder / "no/a.json")
+        (self.folder / "file").touch()
+        self.refused(1, "file", "sessions.py", "--folder", self.folder / "file")
+
+    def test_what_was_measured_is_not_measured_again(self):
+        self.keep(json.dumps(RUN) + "\n")
+        done = self.run_tool(*self.depth())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("| had2 | 80.0 |", done.stdout)
+        self.assertIn("| had2 | 20.0 |", done.stdout)
+        self.assertTrue((self.folder / "runs.svg").exists())
+
+    def test_a_line_that_was_cut_off_is_dropped(self):
+        self.keep(json.dumps(RUN) + "\n", json.dumps(RUN | {"round": 1})[:90])
+        self.assertEqual(self.run_tool(*self.depth()).returncode, 0)
+        self.assertEqual((self.folder / "runs.jsonl").read_text(), json.dumps(RUN) + "\n")
+
+    def test_runs_of_other_settings_are_refused_and_kept(self):
+        for change in ({"file": "n.gguf"}, {"threads": 2}, {"prompt_tokens": 16}, {"generated_tokens": 4}, {"flags": ["--kv", "had2", "-fa", "1"]}):
+            self.keep(json.dumps(RUN | change) + "\n")
+            self.refused(1, "line 1 of", *self.depth())
+            self.assertEqual(json.loads((self.folder / "runs.jsonl").read_text()), RUN | change)
+
+    def test_lines_that_are_no_runs_are_refused(self):
+        for line in ("{}", "[]", "words", json.dumps(RUN | {"prompt": None}), json.dumps(RUN | {"generate": 0})):
+            self.keep(json.dumps(RUN) + "\n", line + "\n")
+            self.refused(1, "line 2 of", *self.depth())
+
+
+if __name__ == "__main__":
+    unittest.main()
