@@ -17,6 +17,7 @@ depend on it.
 """
 import argparse
 import concurrent.futures
+import importlib.util
 import json
 import os
 import re
@@ -50,6 +51,12 @@ def q4_0(x):
 
 # Number of the type in ggml, and rows of 32 elements as bytes of it.
 TYPES = {"f16": (1, lambda x: x.astype("<f2").view("u1")), "q8_0": (8, q8_0), "q4_0": (2, q4_0)}
+
+
+def repeated(flags):
+    """The type of a cache whose slot files are made here, or None."""
+    kind = re.fullmatch(r"-ctk (\w+) -ctv \1", flags)
+    return kind[1] if kind and kind[1] in TYPES else None
 
 
 def stretch(source, file, kind, tokens):
@@ -87,7 +94,7 @@ def stretch(source, file, kind, tokens):
             for _ in range(2 * n_layers):
                 kind_here, row = read("<iQ")
                 if kind_here != TYPES["f16"][0]:
-                    raise SystemExit(f"sessions: error: {source} is not of an F16 cache")
+                    raise SystemExit(f"sessions: error: {source} is not of an F16 cache: remove it, and it is computed again")
                 rows = encode(np.frombuffer(b"".join(read(f"{cells * row}s")), "<f2").astype(np.float32).reshape(-1, 32)).reshape(cells, -1)
                 out.write(struct.pack("<iQ", number, rows.shape[1]))
                 out.write(rows[np.arange(len(tokens)) % cells].tobytes())
@@ -110,8 +117,7 @@ class Cache:
 
     def fill(self, args, prompt):
         self.prompt = prompt
-        kind = re.fullmatch(r"-ctk (\w+) -ctv \1", self.flags)
-        kind = kind[1] if kind and kind[1] in TYPES else None
+        kind = repeated(self.flags)
         model = os.path.splitext(os.path.basename(args.model))[0]
 
         def path(what):
@@ -121,7 +127,14 @@ class Cache:
         if not os.path.exists(file):
             begun = path("begun") if kind else file
             if not os.path.exists(begun):
-                self.compute(prompt[:args.computed] if kind else prompt, begun)
+                if kind in (None, "f16"):
+                    self.compute(prompt[:args.computed] if kind else prompt, begun)
+                else:
+                    with_f16 = Cache(args, CACHES[0])
+                    try:
+                        with_f16.compute(prompt[:args.computed], begun)
+                    finally:
+                        with_f16.server.stop()
             if kind:
                 stretch(begun, file, kind, prompt)
         for slot in range(self.slots):
@@ -195,9 +208,12 @@ def main():
     args.folder = os.path.abspath(args.folder)
     if args.json:
         open(args.json, "a").close()  # before the work
+    wanted = args.cache or CACHES
+    if not importlib.util.find_spec("numpy") and any(map(repeated, wanted)):
+        raise SystemExit("sessions: error: slot files of llama.cpp's caches are made with numpy, which this python3 has not: install it, or give --cache without them")
     caches = []
     try:
-        for flags in args.cache or CACHES:
+        for flags in wanted:
             caches.append(Cache(args, flags))
         text = "".join(SENTENCE.format(i) for i in range(args.tokens // 16 + 1))
         prompt = caches[0].server.call("/tokenize", {"content": text})["tokens"][:args.tokens]

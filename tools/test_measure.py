@@ -45,11 +45,20 @@ class Measure(unittest.TestCase):
 
     def test_files_that_are_not_there(self):
         self.refused(1, "no-crumb", *self.depth())
-        self.refused(1, "no-crumb", "sessions.py", "--folder", self.folder)
+        self.refused(1, "no-crumb", "sessions.py", "--folder", self.folder, "--cache", "--kv had2")
         self.refused(1, "no/runs", *self.depth("-o", self.folder / "no/runs"))
         self.refused(1, "no/a.json", "sessions.py", "--folder", self.folder, "--json", self.folder / "no/a.json")
         (self.folder / "file").touch()
         self.refused(1, "file", "sessions.py", "--folder", self.folder / "file")
+
+    def test_numpy_is_missed_before_the_work(self):
+        for cache in ([], ["--cache", "-ctk q4_0 -ctv q4_0"]):
+            # -S: no packages
+            done = subprocess.run([sys.executable, "-S", TOOLS / "sessions.py", self.folder / "no-crumb", "m.gguf", "--folder", self.folder, *cache],
+                                  capture_output=True, text=True, timeout=60)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn("numpy", done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
 
     def test_what_was_measured_is_not_measured_again(self):
         self.keep(json.dumps(RUN) + "\n")
