@@ -110,7 +110,9 @@ struct server_slot {
                     if (task.is_parent()) {
                     }
     void pre_decode() {
-                slot.mem.seq_rm (slot.id, n_keep            , n_keep + n_discard);
+                if (slot.task->is_parent() || slot.task->is_child()) {
+                    send_error(slot, "context shift cannot be used for shared prompt", ERROR_TYPE_SERVER);
+                }
             // check if we can batch this slot with the previous one
             if (!slot_batched) {
                 // check if we can batch this slot with the previous one

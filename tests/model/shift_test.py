@@ -73,6 +73,21 @@ class Shifts(unittest.TestCase):
             with self.subTest(how):
                 self.assertGreaterEqual(len(self.same(self.server, 460, n, **how)), 1)
 
+    def test_more_is_kept_than_there_is(self):
+        """Also beside a token that begins every text, which llama.cpp counts with those that are kept."""
+        flags = ["-np", "1", "-c", "512", "--override-kv", "tokenizer.ggml.add_bos_token=bool:true"]
+        with Server(*CODED, *flags, "--kv-shift", "reprefill") as server:
+            # prompts of tokens are taken as they are: all but the last three stay, whatever is asked beyond that
+            replies = [self.shifted(server, self.ids[:500], 20, keep=keep)["tokens"] for keep in (2 ** 31 - 1, 2 ** 31 - 2, 508)]
+        self.assertEqual(replies, [self.fresh(self.ids[:500], 20, keep=508)[0]] * 3)
+
+    def test_several_answers_to_one_prompt(self):
+        expected, dropped, _ = self.fresh(self.ids[:450], 120)
+        before = self.counted(self.server)[0]
+        replies = self.shifted(self.server, self.ids[:450], 120, n_cmpl=2)
+        self.assertEqual([reply["tokens"] for reply in replies], [expected] * 2)
+        self.assertEqual(self.counted(self.server)[0] - before, 2 * len(dropped))
+
     def test_four_at_once(self):
         jobs = [(self.ids[i:i + 440 + 10 * i], 80 + 20 * i) for i in range(4)]
         with Server(*EXACT, "--kv-shift", "reprefill") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -20,16 +20,21 @@ SHIFT_ALLOWED = """\
 """
 
 SHIFT_HELPERS = """\
-    void drop_tokens(server_slot & slot, int n_keep, int n_discard) {
+    void drop_middle(server_slot & slot) {
         if (lora_all_alora(slot.lora)) {
             send_error(slot, "context shift cannot be used with an adapter that begins in the middle of a prompt", ERROR_TYPE_SERVER);
             slot.release();
             return;
         }
         llama_tokens tokens = slot.prompt.tokens.get_tokens();
+        const auto & params  = slot.task->params;
+        const int64_t n_first = int64_t(params.n_keep < 0 ? slot.task->n_tokens() : params.n_keep) + add_bos_token; // n_keep may be INT32_MAX
+        const int n_keep     = std::min<int64_t>(slot.n_ctx - 4, n_first);
+        const int n_left     = tokens.size() - n_keep;
+        const int n_discard  = std::clamp(params.n_discard ? params.n_discard : n_left / 2, 1, n_left - 1);
         tokens.erase(tokens.begin() + n_keep, tokens.begin() + n_keep + n_discard);
         int n = 0; // of them are there, as they are for a prompt
-        if (slot.task->params.cache_prompt) {
+        if (params.cache_prompt) {
             n = slot.ctx_dft ? g_kv_memory->keep(slot.ctx_tgt, slot.id, tokens.size(), n_keep)
                              : g_kv_memory->reuse(slot.ctx_tgt, slot.id, tokens, n_keep, salt_of(slot), 0);
         }
@@ -68,7 +73,7 @@ SHIFT_HELPERS = """\
 
 SHIFT_BEGIN = """\
                 if (g_kv_memory) {
-                    drop_tokens(slot, n_keep, n_discard);
+                    drop_middle(slot); // of each answer to a prompt on its own, too
                     return;
                 }
 
@@ -96,7 +101,8 @@ HOOKS = [
     Hook("shift, forgotten", SERVER_CPP, "behind", r"^        truncated      = false;\n", SHIFT_RESET),
     Hook("shift, allowed", SERVER_CPP, "before", r"^        if \(llama_model_n_swa\(model_tgt\) == 0\) \{\n", SHIFT_ALLOWED),
     Hook("shift helpers", SERVER_CPP, "before", r"^    void pre_decode\(\) \{\n", SHIFT_HELPERS),
-    Hook("shift, begun", SERVER_CPP, "before", r"^                slot\.mem\.seq_rm \(slot\.id, n_keep ", SHIFT_BEGIN),
+    Hook("shift, begun", SERVER_CPP, "before",
+         r"^                if \(slot\.task->is_parent\(\) \|\| slot\.task->is_child\(\)\) \{\n                    send_error\(slot, \"context shift ", SHIFT_BEGIN),
     Hook("shift, no token meanwhile", SERVER_CPP, "before",
          r"^            // check if we can batch this slot with the previous one\n            if ", SHIFT_WAITS),
     Hook("shift, computed", SERVER_CPP, "before", r"^                // this slot still has a prompt to be processed\n", SHIFT_COMPUTE),
