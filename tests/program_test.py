@@ -41,6 +41,8 @@ class Refusals(unittest.TestCase):
         for flags in (["-ctk", "q8_0"], ["--cache-type-v=f16"], ["--context-shift"], ["-gan", "4"], ["--cache-reuse", "64"]):
             self.refused(1, "does not go with --kv had2", arguments=["serve", "-m", "model.gguf", "--kv", "had2", *flags])
         self.refused(1, "unset it", arguments=["serve", "-m", "model.gguf", "--kv", "had2"], LLAMA_ARG_CONTEXT_SHIFT="true")
+        self.refused(1, "does not go with --kv-shift reprefill",
+                     arguments=["serve", "-m", "model.gguf", "--kv", "had2", "--kv-shift", "reprefill", "--mmproj", "projector.gguf"])
 
     def test_outputs_are_looked_at_before_the_work(self):
         model = self.folder / "model.gguf"

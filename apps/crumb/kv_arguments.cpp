@@ -7,6 +7,8 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <optional>
+#include <span>
 
 namespace crumb::app {
 
@@ -97,22 +99,26 @@ const Conflict kConflicts[] = {
     {{"-gaw", "--grp-attn-w"}, "LLAMA_ARG_GRP_ATTN_W", "self-extend changes the positions of coded keys"},
 };
 
+// The same of --kv-shift reprefill.
+const Conflict kShiftConflicts[] = {
+    {{"-mm", "--mmproj", "-mmu", "--mmproj-url"}, "LLAMA_ARG_MMPROJ", "what is computed again is text, an image has no tokens to do it from"},
+};
+
 bool means_off(std::string_view value) {
     constexpr std::string_view kOff[] = {"", "0", "false", "off", "disabled"};
     return std::ranges::find(kOff, value) != std::end(kOff);
 }
 
-void refuse_conflicts(const std::vector<std::string>& arguments, const std::string& recipe) {
-    for (const auto& conflict : kConflicts) {
+void refuse_conflicts(const std::vector<std::string>& arguments, std::span<const Conflict> conflicts, const std::string& asked) {
+    for (const auto& conflict : conflicts) {
         for (const auto& argument : arguments) {
             const std::string_view name = std::string_view(argument).substr(0, argument.find('='));
             for (const auto flag : conflict.flags) {
-                if (name == flag) { fail("{} does not go with --kv {}: {}; leave out one of them", flag, recipe, conflict.why); }
+                if (name == flag) { fail("{} does not go with {}: {}; leave out one of them", flag, asked, conflict.why); }
             }
         }
         if (const char* value = std::getenv(conflict.environment); value && !means_off(value)) {
-            fail("the environment variable {}={} does not go with --kv {}: {}; unset it", conflict.environment, value, recipe,
-                 conflict.why);
+            fail("the environment variable {}={} does not go with {}: {}; unset it", conflict.environment, value, asked, conflict.why);
         }
     }
 }
@@ -176,7 +182,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
     }
     if (!asked && !first_companion.empty()) { fail("{} was given without --kv RECIPE", first_companion); }
     if (asked) {
-        refuse_conflicts(result.rest, options.recipe);
+        refuse_conflicts(result.rest, kConflicts, "--kv " + options.recipe);
+        if (result.shift) { refuse_conflicts(result.rest, kShiftConflicts, "--kv-shift reprefill"); }
         const bool automatic = options.recipe == llama::kAuto;
         const Windows windows = paper && !automatic ? find_recipe(options.recipe).paper : Windows{};
         options.sink = sink.value_or(windows.sink);

@@ -122,7 +122,8 @@ void require_enough(uint64_t used, size_t read, const CalibrationOptions& o) {
     const auto text = fmt::format("{} tokens of {} text(s), of which {} count (the first {} of each window do not)",
                                   read, o.texts.size(), used, o.skip);
     if (used < kLeastTokens) {
-        fail("calibration needs at least {} tokens and has {}: give longer texts, or more of them", kLeastTokens, text);
+        fail("calibration needs at least {} tokens and has {}: give {}", kLeastTokens, text,
+             read < size_t(o.tokens) ? "longer texts, or more of them" : "a larger --tokens");
     }
     std::fprintf(stderr, "warning: calibration has only %s; %d or more are better\n", text.c_str(), kFewTokens);
 }
