@@ -20,7 +20,7 @@ def option(request):
     def get(name):
         value = request.config.getoption(name)
         if value is None:
-            pytest.skip(f"needs {name}: type make test-python")
+            pytest.fail(f"needs {name}: type make test-python, test-vllm or test-sglang, which pass it", pytrace=False)
         return value
 
     return get

@@ -11,7 +11,11 @@ Kernels fitted(Kernels kernels, const PageFormat& format) {
     kernels.planes = planes_of(format);
     // Of any planes: that of pages of 2 bits, so that layers which differ in their counts share a plan.
     PageFormat counted = format;
-    if (kernels.compiled.any_planes) { counted = {.k = kernels.compiled.k, .v = kernels.compiled.v}, counted.k.planes = format.k.dim, counted.v.planes = format.v.dim; }
+    if (kernels.compiled.any_planes) {
+        counted = {.k = kernels.compiled.k, .v = kernels.compiled.v};
+        counted.k.planes = format.k.dim;
+        counted.v.planes = format.v.dim;
+    }
     kernels.coded_units = u32((counted.bytes() + 127) / 128);
     return kernels;
 }
