@@ -135,6 +135,20 @@ TEST(Divergence, WindowsKeepTheirOwnBlocks) {
     EXPECT_NEAR(both.result().mean_kld.value, (260 * one.result().mean_kld.value + 40 * two.result().mean_kld.value) / 300, 1e-12);
 }
 
+TEST(Divergence, OfAnyVocabularyAndOfTokensThatAreForbidden) {
+    for (const size_t vocabulary : {1u, 2u, 15u, 16u, 17u, 1000u}) {
+        Text text = random_text(1, vocabulary, unsigned(vocabulary));
+        for (size_t v = 1; v < vocabulary; v += 3) {
+            text.base[0][v] = text.other[0][v] = -std::numeric_limits<float>::infinity();
+        }
+        const std::vector<double> p = softmax(text.base[0]), q = softmax(text.other[0]);
+        double kld = 0;
+        for (size_t v = 0; v < vocabulary; ++v) { kld += p[v] > 0 ? p[v] * std::log(p[v] / q[v]) : 0; }
+        DivergenceSum sum;
+        EXPECT_NEAR(sum.add(text.base[0], text.other[0], 0), kld, 1e-6) << vocabulary;
+    }
+}
+
 TEST(Divergence, RefusesLogitsThatAreNotFinite) {
     const std::vector<float> good = {1, 2, 3}, bad = {1, NAN, 3};
     DivergenceSum sum;

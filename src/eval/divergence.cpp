@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
+
+#include "base/clones.h"
+#include "base/exponential.h"
 
 namespace crumb {
 
@@ -17,13 +21,72 @@ struct LogSum {
     size_t top;
 };
 
+using Doubles = double __attribute__((vector_size(8 * kLanes)));
+
+constexpr float kHuge = 1e30f;
+
+// 16 of n numbers from i on, `rest` where there are fewer.
+[[gnu::always_inline]] inline void load(Floats& to, const float* x, size_t n, size_t i, float rest) {
+    if (i + kLanes <= n) {
+        std::memcpy(&to, x + i, sizeof to);
+    } else {
+        to = Floats{} + rest;
+        std::memcpy(&to, x + i, sizeof(float) * (n - i));
+    }
+}
+
+CRUMB_CLONES float largest(size_t n, const float* x) {
+    Floats most = Floats{} - kHuge;
+    for (size_t i = 0; i < n; i += kLanes) {
+        Floats these;
+        load(these, x, n, i, -kHuge);
+        most = these > most ? these : most;
+    }
+    float top = most[0];
+    for (int l = 1; l < kLanes; l++) {
+        top = std::max(top, most[l]);
+    }
+    return top;
+}
+
+// sum of e^(x - top): terms in floats, their sums in doubles.
+CRUMB_CLONES double sum_of_exponentials(size_t n, const float* x, float top) {
+    Doubles sums = {};
+    for (size_t i = 0; i < n; i += kLanes) {
+        Floats terms;
+        load(terms, x, n, i, -kHuge);
+        terms -= top;
+        exponential(terms);
+        sums += __builtin_convertvector(terms, Doubles);
+    }
+    double lanes[kLanes];
+    std::memcpy(lanes, &sums, sizeof lanes);
+    return folded(lanes);
+}
+
+// sum of p (log p - log q) with log p = base - log_p and log p - log q = base - logits - shift, small numbers all.
+CRUMB_CLONES double sum_of_divergence(size_t n, const float* base, float log_p, const float* logits, float shift) {
+    Doubles sums = {};
+    for (size_t i = 0; i < n; i += kLanes) {
+        Floats p, q;
+        load(p, base, n, i, -kHuge);
+        load(q, logits, n, i, -kHuge);
+        Floats differ = p - q - shift;
+        p -= log_p;
+        exponential(p);
+        differ = p > 0 ? differ : Floats{};  // logits of minus infinity
+        sums += __builtin_convertvector(p, Doubles) * __builtin_convertvector(differ, Doubles);
+    }
+    double lanes[kLanes];
+    std::memcpy(lanes, &sums, sizeof lanes);
+    return folded(lanes);
+}
+
 LogSum log_sum(std::span<const float> logits, const char* which) {
-    const auto top = std::max_element(logits.begin(), logits.end());
-    double sum = 0;
-    for (const float x : logits) { sum += std::exp(x - *top); }
-    const double value = std::log(sum) + *top;
+    const float top = largest(logits.size(), logits.data());
+    const double value = std::log(sum_of_exponentials(logits.size(), logits.data(), top)) + top;
     if (!std::isfinite(value)) { fail("the logits of the {} run are not finite: the model or its KV cache is broken", which); }
-    return {value, size_t(top - logits.begin())};
+    return {value, size_t(std::ranges::find(logits, top) - logits.begin())};
 }
 
 // All positions with the largest divergence first, so that a high percentile of a draw is found after a short walk.
@@ -91,11 +154,7 @@ private:
 double DivergenceSum::add(std::span<const float> base, std::span<const float> logits, int32_t next) {
     CRUMB_ASSERT(base.size() == logits.size() && next >= 0 && size_t(next) < base.size());
     const LogSum b = log_sum(base, "16-bit"), q = log_sum(logits, "quantised");
-    double kld = 0;
-    for (size_t i = 0; i < base.size(); ++i) {
-        const float log_p = float(base[i] - b.value);
-        if (log_p > -30.0f) { kld += double(std::exp(log_p)) * (log_p - (logits[i] - q.value)); }
-    }
+    const double kld = sum_of_divergence(base.size(), base.data(), float(b.value), logits.data(), float(b.value - q.value));
     if (!open_ || blocks_.back().kld.size() == kBlockPositions) { blocks_.emplace_back(); }
     open_ = true;
     Block& block = blocks_.back();
