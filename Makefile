@@ -44,6 +44,7 @@ test: setup build ## everything: fetch two small models and text, run all tests
 	@tools/fetch.py text >/dev/null
 	@$(ctest)
 	@$(MAKE) test-python
+	@$(MAKE) test-vllm
 
 test-python: setup build ## the Python package: build the wheel, install it, run its tests
 	@model=$$(tools/fetch.py model smollm2) && text=$$(tools/fetch.py text) && env=$$(tools/python.sh) && \
@@ -51,7 +52,7 @@ test-python: setup build ## the Python package: build the wheel, install it, run
 	"$$env/bin/python" -m pytest python/tests --crumb $(BUILD)/bin/crumb --model "$$model" --text "$$text/evaluation/prose.txt" \
 	    --work $(CRUMB_CACHE)/python/work
 
-test-vllm: ## the vLLM plug-in under a real vLLM on the CPU (1.3 GB of Python packages beside those of test-python)
+test-vllm: ## the vLLM plug-in under a real vLLM on the CPU (1.4 GB of Python packages beside those of test-python)
 	@$(MAKE) engine ENGINE=vllm
 
 test-sglang: ## the SGLang plug-in under a real SGLang on the CPU (0.9 GB of Python packages beside those of test-vllm)

@@ -31,7 +31,13 @@ install() { # env lock
     echo "python: installing what $2 names into $1" >&2
     rm -rf "$1"
     "$python" -m venv "$1"
-    "$1/bin/python" -m pip --disable-pip-version-check -q --no-cache-dir install --no-deps --require-hashes -r "$2" >&2
+    for attempt in 1 2 3; do  # a gigabyte: networks break
+        "$1/bin/python" -m pip --disable-pip-version-check -q --no-cache-dir --retries 10 --timeout 60 install --no-deps --require-hashes \
+            -r "$2" >&2 && return
+        echo "python: attempt $attempt failed" >&2
+    done
+    echo "python: error: $2 cannot be installed: see above" >&2
+    exit 1
 }
 
 finish() { # env name

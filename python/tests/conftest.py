@@ -1,7 +1,10 @@
 """Options for the tests that need a model: what `make test-python` passes. And what the tests of the serving engines share."""
 
+import os
 import pathlib
 import subprocess
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small keep no second thread busy: it waits, at the cost of four
 
 import pytest
 

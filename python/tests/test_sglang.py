@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import served
 from conftest import scores
 
 pytest.importorskip("sglang", reason="needs SGLang: type make test-sglang")
@@ -18,33 +19,22 @@ pytest.importorskip("sglang", reason="needs SGLang: type make test-sglang")
 RECIPE = "planes:2"  # gives the layers pages of three sizes
 CHUNK = 256
 SHORT = {"sink": 64, "recent": 64}  # windows short enough that codes are read
-QUESTIONS = ["What is the capital of France?", "List the days of the week.", "What is 2 plus 2?", "Write one sentence about rain."]
 
 
 @pytest.fixture(scope="module")
 def planes(folder, tmp_path_factory, served_artefact, text, chat):
-    """One engine for all tests: prompts that are cut into chunks of 256, beside others that decode."""
-    long, at = [text[:700] + chat(question) for question in QUESTIONS], tmp_path_factory.mktemp("sglang")
-    tasks = {
-        "score": {"score": text[:1000]},
-        "forget the text": "forget",
-        "solo": [{"generate": [prompt], "tokens": 16} for prompt in long],
-        "hit": {"generate": [long[0]], "tokens": 16},
-        "forget": "forget",
-        "again": {"generate": [long[0]], "tokens": 16},
-        "forget again": "forget",
-        "together": {"generate": 4 * long, "tokens": 16},
-    }
-    flat = [task for tasks_of in tasks.values() for task in (tasks_of if isinstance(tasks_of, list) else [tasks_of])]
-    job = {"model": str(folder), "crumb": {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}, "arguments": {}, "tasks": flat}
+    """One engine for all tests."""
+    prompts, at = served.prompts(text, chat), tmp_path_factory.mktemp("sglang")
+    tasks = served.tasks(text, prompts)
+    job = {"model": str(folder), "crumb": {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}, "arguments": {},
+           "tasks": served.flat(tasks)}
     (at / "job.json").write_text(json.dumps(job))
     done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("sglang_engine.py"), at / "job.json", at / "result.json"],
                           text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-4000:]
-    results = iter(json.loads((at / "result.json").read_text()))
-    by_name = {name: [next(results) for _ in task] if isinstance(task, list) else next(results) for name, task in tasks.items()}
-    assert by_name["forget"] and by_name["forget again"] and by_name["forget the text"]
-    return {"long": long, "log": done.stdout, **by_name}
+    got = served.by_name(tasks, json.loads((at / "result.json").read_text()))
+    assert got["forget"] and got["forget again"] and got["forget the text"]
+    return {"prompts": prompts, "log": done.stdout, **got}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +65,7 @@ def test_log_probabilities_are_those_of_transformers(planes, ours, text):
 
 def test_answers_are_those_of_transformers(planes, ours):
     model, cache = ours
-    for prompt, got in zip(planes["long"][:3], planes["solo"]):
+    for prompt, got in zip(planes["prompts"][:3], planes["solo"]):
         out = model.generate(torch.tensor([prompt]), past_key_values=cache(), max_new_tokens=16, do_sample=False)
         assert out[0, len(prompt) :].tolist() == got["tokens"][0]
 

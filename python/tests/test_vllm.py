@@ -6,13 +6,16 @@ test_model.py; what is equal to the bit there is said to be so."""
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import served
 from conftest import scores
 
 pytest.importorskip("vllm", reason="needs vLLM: type make test-vllm")
@@ -21,51 +24,81 @@ RECIPE = "planes:2"  # gives the layers pages of three sizes
 SHORT = {"sink": 64, "recent": 64}  # windows short enough that codes are read
 MEMORY = 1 << 30
 CHUNK, WINDOW = 256, 1024  # tokens
-QUESTIONS = ["What is the capital of France?", "List the days of the week.", "What is 2 plus 2?", "Write one sentence about rain.",
-             "What colour is the sky?", "Name three fruits.", "What is a lighthouse?", "Who writes books?"]
+REFUSED = [
+    (dict(crumb={"recipe": "planes"}), "crumb calibrate"),
+    (dict(crumb={"recipe": "kivi32"}), "no kernel reads such pages in place. Take one of: .*had2"),
+    (dict(crumb={"recipe": "had2", "windows": 3}), "there is no option 'windows'. Take one of: recipe, artefact, sink"),
+    (dict(crumb={"recipe": "had2", "recent": -1}), "option recent is -1"),
+    (dict(crumb={"artefact": "x"}), "Type: --additional-config"),
+    (dict(crumb={"recipe": "had2"}, block_size=32), "blocks of 32 tokens. Type: --block-size 64"),
+    (dict(crumb={"recipe": "had2"}, kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
+    (dict(crumb={"recipe": "had2"}, max_num_seqs=256, kv_cache_memory_bytes=1 << 28), "more than half. Type: --max-num-seqs"),
+    (dict(crumb={"recipe": "had2"}, hf_overrides={"head_dim": 40}), "heads of 40 channels have no page format"),
+]
 
 
-def arguments(**more):
-    return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": CHUNK, "block_size": 64,
-            "kv_cache_memory_bytes": MEMORY, **more}
+def job(model, tasks=(), crumb=None, operators="vllm", **more):
+    arguments = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": CHUNK, "block_size": 64,
+                 "kv_cache_memory_bytes": MEMORY, **more}
+    return {"model": str(model), "crumb": crumb, "operators": operators, "arguments": arguments, "tasks": list(tasks)}
 
 
-def run(folder, tmp_path, tasks, crumb=None, expect=0, operators="vllm", **more):
-    job, result = tmp_path / "job.json", tmp_path / "result.json"
-    job.write_text(json.dumps({"model": str(folder), "crumb": crumb, "operators": operators, "arguments": arguments(**more), "tasks": tasks}))
-    done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("vllm_engine.py"), job, result], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == expect, done.stdout[-4000:]
-    return json.loads(result.read_text()), done.stdout
+def run(at, jobs):
+    """In a process of their own: starting vLLM takes longer than most jobs do."""
+    (at / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("vllm_engine.py"), at / "jobs.json", at / "results.json"],
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads((at / "results.json").read_text()), done.stdout
+
+
+@dataclass(frozen=True)
+class Without:
+    """vLLM as it is."""
+
+    facts: dict
+    score: list
+    logits: pathlib.Path
+    blocks: int  # of BF16; the others are FP32, as the model is
+    page_bytes: list
+    log: str
 
 
 @pytest.fixture(scope="module")
-def bf16(folder, tmp_path_factory, text):
-    at = tmp_path_factory.mktemp("bf16")
-    got, log = run(folder, at, [{"score": text[:1000]}, {"divergence": text[:WINDOW], "file": str(at / "logits")}])
-    return got, log, at / "logits"
+def without(folder, tmp_path_factory, text):
+    at = tmp_path_factory.mktemp("without")
+    tasks = [{"score": text[:1000]}, {"divergence": text[:WINDOW], "file": str(at / "logits")}]
+    (scored, bf16), log = run(at, [job(folder, tasks), job(folder, dtype="bfloat16")])
+    return Without(scored["facts"], scored["results"][0], at / "logits", bf16["facts"]["blocks"], bf16["facts"]["page_bytes"], log)
 
 
 @pytest.fixture(scope="module")
-def planes(folder, tmp_path_factory, bf16, served_artefact, text, chat):
-    """One engine for most tests: prompts that are cut into chunks of 256, beside others that decode."""
-    long = [text[:700] + chat(question) for question in QUESTIONS]
-    tasks = {
-        "score": {"score": text[:1000]},
-        "divergence": {"divergence": text[:WINDOW], "file": str(bf16[2])},
-        "forget the text": "forget",
-        "solo": [{"generate": [prompt], "tokens": 16} for prompt in long],
-        "hit": {"generate": [long[0]], "tokens": 16},
-        "forget": "forget",
-        "again": {"generate": [long[0]], "tokens": 16},
-        "forget again": "forget",
-        "together": {"generate": 2 * long, "tokens": 16},
-    }
-    flat = [task for tasks_of in tasks.values() for task in (tasks_of if isinstance(tasks_of, list) else [tasks_of])]
-    got, log = run(folder, tmp_path_factory.mktemp("planes"), flat, {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT})
-    results = iter(got["results"])
-    by_name = {name: [next(results) for _ in task] if isinstance(task, list) else next(results) for name, task in tasks.items()}
-    return {"long": long, "log": log, **by_name, **got["facts"]}
+def small(tmp_path_factory):
+    """A random model, for SmolLM2's three KV heads cannot be halved; and a job for it."""
+    torch.manual_seed(5)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+                 vocab_size=1000, max_position_embeddings=4096, initializer_range=0.1, eos_token_id=None, pad_token_id=0)
+    model, tasks = tmp_path_factory.mktemp("small"), [{"score": torch.randint(2, 999, (500,)).tolist()}]
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(model)
+    return lambda **more: job(model, tasks, **{"crumb": {"recipe": "had2", **SHORT}, "skip_tokenizer_init": True, **more})
+
+
+@pytest.fixture(scope="module")
+def engines(folder, tmp_path_factory, without, small, served_artefact, text, chat):
+    """What engines with crumb did in one process."""
+    prompts, crumb = served.prompts(text, chat), {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}
+    tasks = {"divergence": {"divergence": text[:WINDOW], "file": str(without.logits)}, **served.tasks(text, prompts)}
+    jobs = [job(folder, served.flat(tasks), crumb), job(folder, [tasks["score"]], crumb, operators="torch"), small()]
+    jobs += [small(load_format="dummy", **case) for case, _ in REFUSED]
+    (planes, torchs, alone, *refused), log = run(tmp_path_factory.mktemp("crumb"), jobs)
+    assert "refused" not in {**planes, **torchs, **alone}, log[-4000:]
+    return {"planes": {"prompts": prompts, "log": log, **served.by_name(tasks, planes["results"]), **planes["facts"]},
+            "torch": torchs, "alone": alone, "refused": [got.get("refused", "no") for got in refused]}
+
+
+@pytest.fixture(scope="module")
+def planes(engines):
+    return engines["planes"]
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +121,25 @@ def test_the_start_says_what_it_costs(planes):
     assert f"tokens in {planes['blocks']} pages" in planes["log"]
 
 
-def test_log_probabilities_are_those_of_transformers(planes, bf16, ours, text):
+def test_log_probabilities_are_those_of_transformers(planes, without, ours, text):
     model, cache = ours
     expected = scores(model, cache(), text[:1000], CHUNK)
-    got, exact = torch.tensor(planes["score"]), torch.tensor(bf16[0]["results"][0])
+    got, exact = torch.tensor(planes["score"]), torch.tensor(without.score)
     noise, cost = (got - expected).abs(), (exact - expected).abs()
-    print(f"\nmean log-probability {got.mean():.4f}, in transformers {expected.mean():.4f}, BF16 {exact.mean():.4f}; a token differs by "
+    print(f"\nmean log-probability {got.mean():.4f}, in transformers {expected.mean():.4f}, without {exact.mean():.4f}; a token differs by "
           f"{noise.median():.5f} (median), {noise.max():.5f} (most), of the codes {cost.median():.5f}")
     assert noise[:127].median() < 3e-3  # no codes are read yet
     assert abs(got.mean() - expected.mean()) < 5e-3 and noise.median() < cost.median() / 3
 
 
-def test_log_probabilities_are_equal_where_sums_are(folder, tmp_path, ours, served_artefact, text):
+def test_log_probabilities_are_equal_where_sums_are(engines, ours, text):
     """With PyTorch's operators in place of vLLM's, K and V are the same numbers, and so are codes and answers."""
-    crumb = {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}
-    got, _ = run(folder, tmp_path, [{"score": text[:1000]}], crumb, operators="torch")
-    differs = (torch.tensor(got["results"][0]) - scores(ours[0], ours[1](), text[:1000], CHUNK)).abs()
+    differs = (torch.tensor(engines["torch"]["results"][0]) - scores(ours[0], ours[1](), text[:1000], CHUNK)).abs()
     print(f"\na token differs by {differs.median():.6f} (median), {differs.max():.6f} (most)")
     assert differs.max() < 5e-4
 
 
-def test_divergence_is_that_of_eval(option, planes, bf16, folder, served_artefact, tmp_path):
+def test_divergence_is_that_of_eval(option, planes, folder, served_artefact, tmp_path):
     """The same window, weights, recipe and artefact in the crumb program, beside its own 16 bits."""
     subprocess.run([option("--crumb"), "eval", "-m", folder.with_name("smollm2-f32.gguf"), "--kv", RECIPE, "--kv-artifact", served_artefact,
                     "-f", option("--text"), "-c", str(WINDOW), "--first", str(WINDOW // 2), "--kv-sink", str(SHORT["sink"]),
@@ -127,7 +158,7 @@ def test_divergence_is_that_of_eval(option, planes, bf16, folder, served_artefac
 
 def test_answers_are_those_of_transformers(planes, ours):
     model, cache = ours
-    for prompt, got in zip(planes["long"][:3], planes["solo"]):
+    for prompt, got in zip(planes["prompts"][:3], planes["solo"]):
         out = model.generate(torch.tensor([prompt]), past_key_values=cache(), max_new_tokens=16, do_sample=False)
         assert out[0, len(prompt) :].tolist() == got["tokens"][0]
 
@@ -139,74 +170,34 @@ def test_a_prefix_that_is_found_changes_nothing(planes):
 
 
 def test_sixteen_at_once_answer_as_each_alone(planes):
-    assert planes["together"]["tokens"] == 2 * [solo["tokens"][0] for solo in planes["solo"]]
+    assert planes["together"]["tokens"] == 4 * [solo["tokens"][0] for solo in planes["solo"]]
 
 
-def test_blocks_in_equal_memory(folder, tmp_path, served_artefact):
-    """As users run it: weights and vLLM's own cache in BF16."""
-    options = {"dtype": "bfloat16", "max_num_seqs": 4}
-    exact, _ = run(folder, tmp_path, [], **options)
-    got, _ = run(folder, tmp_path, [], {"recipe": RECIPE, "artefact": str(served_artefact), "spare_windows": 2}, **options)
-    assert exact["facts"]["page_bytes"] == 30 * [3 * 64 * 2 * 64 * 2]
-    assert got["facts"]["blocks"] >= 5 * exact["facts"]["blocks"]
-    used = got["facts"]["blocks"] * sum(got["facts"]["page_bytes"]) + got["facts"]["windows_bytes"]
+def test_blocks_in_equal_memory(planes, without):
+    """Windows of 16 sequences, and of as many that have ended, included."""
+    assert without.page_bytes == 30 * [3 * 64 * 2 * 64 * 2]
+    print(f"\n{planes['blocks']} blocks, BF16 {without.blocks}: {planes['blocks'] / without.blocks:.2f} times")
+    assert planes["blocks"] >= 5 * without.blocks
+    used = planes["blocks"] * sum(planes["page_bytes"]) + planes["windows_bytes"]
     assert 0.98 * MEMORY < used <= MEMORY
 
 
-def test_vllm_without_the_options_is_as_it_was(bf16):
-    assert bf16[0]["facts"]["implementations"] == ["CPUAttentionBackendImpl"] and "crumb:" not in bf16[1]
+def test_vllm_without_the_options_is_as_it_was(without):
+    assert without.facts["implementations"] == ["CPUAttentionBackendImpl"] and "crumb:" not in without.log
 
 
-def test_two_processes_are_one(folder, tmp_path):
-    """A random model, for SmolLM2's three KV heads cannot be halved. Its sums over heads are split, so they end in other bits."""
-    torch.manual_seed(5)
-    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-                 vocab_size=1000, max_position_embeddings=4096, initializer_range=0.1, eos_token_id=None, pad_token_id=0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path / "small")
-    tasks = [{"score": torch.randint(2, 999, (500,)).tolist()}]
-    alone, two = (run(tmp_path / "small", tmp_path, tasks, {"recipe": "had2", **SHORT}, tensor_parallel_size=size,
-                      skip_tokenizer_init=True) for size in (1, 2))
-    assert "rank 0 of 2" in two[1] and "rank 1 of 2" in two[1]
-    assert two[0]["facts"]["blocks"] > 1.95 * alone[0]["facts"]["blocks"]
-    differs = (torch.tensor(alone[0]["results"][0]) - torch.tensor(two[0]["results"][0])).abs()
+def test_two_processes_are_one(tmp_path, small, engines):
+    """Their sums over heads are split, so they end in other bits."""
+    alone, ((two,), log) = engines["alone"], run(tmp_path, [small(tensor_parallel_size=2)])
+    assert "rank 0 of 2" in log and "rank 1 of 2" in log
+    assert two["facts"]["blocks"] > 1.95 * alone["facts"]["blocks"]
+    differs = (torch.tensor(alone["results"][0]) - torch.tensor(two["results"][0])).abs()
     assert differs.median() < 1e-3 and differs.max() < 0.05  # 1e-5 and 1e-3 as measured
 
 
-REFUSED = [
-    (dict(crumb={"recipe": "planes"}), "crumb calibrate"),
-    (dict(crumb={"recipe": "kivi32"}), "no kernel reads such pages in place. Take one of: .*had2"),
-    (dict(crumb={"recipe": "had2", "windows": 3}), "there is no option 'windows'. Take one of: recipe, artefact, sink"),
-    (dict(crumb={"recipe": "had2", "recent": -1}), "option recent is -1"),
-    (dict(crumb={"artefact": "x"}), 'Type: --additional-config'),
-    (dict(crumb={"recipe": "had2"}, block_size=32), "blocks of 32 tokens. Type: --block-size 64"),
-    (dict(crumb={"recipe": "had2"}, kv_cache_dtype="fp8"), "--kv-cache-dtype fp8"),
-    (dict(crumb={"recipe": "had2"}, max_num_seqs=256), "more than half. Type: --max-num-seqs"),
-    (dict(crumb={"recipe": "had2"}, hf_overrides={"head_dim": 40}), "40"),
-]
-
-
-@pytest.fixture(scope="module")
-def refusals(folder, tmp_path_factory):
-    """All in one process: an engine that is refused leaves nothing behind."""
-    file = tmp_path_factory.mktemp("refused") / "cases.json"
-    cases = [{"crumb": case["crumb"], "arguments": arguments(**{k: v for k, v in case.items() if k != "crumb"})} for case, _ in REFUSED]
-    file.write_text(json.dumps([{"model": str(folder), **case} for case in cases]))
-    code = ("import json, sys; sys.path.insert(0, sys.argv[2])\nfrom vllm_engine import Engine\n"
-            "for job in json.load(open(sys.argv[1])):\n"
-            "    try:\n        Engine(job)\n        print('REFUSED no')\n"
-            "    except Exception as e:\n        print('REFUSED', ' '.join(f'{e} {e.__cause__}'.split()))\n")
-    done = subprocess.run([sys.executable, "-c", code, file, pathlib.Path(__file__).parent], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    said = [line[8:] for line in done.stdout.splitlines() if line.startswith("REFUSED ")]
-    assert len(said) == len(REFUSED), done.stdout[-4000:]
-    return said
-
-
 @pytest.mark.parametrize("i", range(len(REFUSED)))
-def test_refused_with_the_remedy(refusals, i):
-    import re
-
-    assert re.search(REFUSED[i][1], refusals[i]), refusals[i]
+def test_refused_with_the_remedy(engines, i):
+    assert re.search(REFUSED[i][1], engines["refused"][i]), engines["refused"][i]
 
 
 def test_versions():

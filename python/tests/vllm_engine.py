@@ -1,30 +1,35 @@
-"""Runs a vLLM engine in a process of its own: vllm_engine.py JOB.json RESULT.json
+"""Runs vLLM engines in a process of their own, one after the other: vllm_engine.py JOBS.json RESULTS.json
 
 A job has the model, the options of crumb (or none), whose operators compute beside attention ("vllm" or "torch"), further arguments of
-vllm.LLM, and tasks, which are done one after the other:
+vllm.LLM, and tasks, which are done one after the other. Its result has facts and results, or `refused`, what was said instead of starting:
     {"generate": [[token, ...], ...], "tokens": n}    greedy, all prompts at once -> {"tokens", "cached", "seconds", ...}
     {"score": [token, ...]}                           -> log-probability of each token but the first
     {"divergence": [token, ...], "file": FILE}        -> compares all log-probabilities with those in FILE, or writes it
     "forget"                                          prefixes
 """
 
+import gc
 import json
 import os
 import sys
 import time
+import traceback
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1",
-                  VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+                  VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_WORKER_MULTIPROC_METHOD="spawn",
+                  TORCH_COMPILE_DISABLE="1")  # a minute of C++ for functions of no weight
 
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams, _custom_ops  # noqa: E402
+
+ONEDNN = _custom_ops._supports_onednn
 
 
 class Engine:
     def __init__(self, job):
         crumb, alone = job.get("crumb"), job["arguments"].get("tensor_parallel_size", 1) == 1
-        if job.get("operators") == "torch":
-            _custom_ops._supports_onednn = False
+        _custom_ops._supports_onednn = ONEDNN and job["operators"] == "vllm"
+        if job["operators"] == "torch":
             job["arguments"]["compilation_config"] = {"custom_ops": ["none"]}
         self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, enforce_eager=True, seed=0,
                        distributed_executor_backend="uni" if alone else "mp", **job["arguments"])
@@ -86,11 +91,19 @@ class Engine:
                 "same_top": (exact.argmax(-1) == log_p.argmax(-1)).float().mean().item()}
 
 
-def main(job_file, result_file):
-    job = json.load(open(job_file))
-    engine = Engine(job)
+def result(job):
+    gc.collect()  # the engine before
+    try:
+        engine = Engine(job)
+    except Exception as e:
+        traceback.print_exc()
+        return {"refused": " ".join(f"{e} {e.__cause__}".split())}
     results = [engine.do(task) for task in job["tasks"]]
-    json.dump({"facts": engine.facts(), "results": results}, open(result_file, "w"))
+    return {"facts": engine.facts(), "results": results}
+
+
+def main(jobs_file, results_file):
+    json.dump([result(job) for job in json.load(open(jobs_file))], open(results_file, "w"))
 
 
 if __name__ == "__main__":
