@@ -62,6 +62,11 @@ class Place {
             guard_.emplace(index_);
             if (aoti_torch_get_current_cuda_stream(index_, &stream_) != 0) refuse("crumb: there is no CUDA stream");
         }
+#else
+        if (cuda_) {
+            refuse("crumb: this crumb_kv was built for CPUs alone. Type: pip install --no-build-isolation "
+                   "--config-settings=cmake.define.CRUMB_CUDA=ON ./python, or move the tensors with .to('cpu')");
+        }
 #endif
     }
 
@@ -302,6 +307,4 @@ static void implement(torch::stable::detail::StableLibrary& m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crumb, CPU, m) { implement(m); }
-#ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(crumb, CUDA, m) { implement(m); }
-#endif
+STABLE_TORCH_LIBRARY_IMPL(crumb, CUDA, m) { implement(m); }  // without CUDA they say what to install

@@ -120,11 +120,12 @@ class Work:
     exact: np.ndarray
 
 
-def tiles(rows, tokens):
+def tiles(rows, tokens, chunk=None):
     """crumb_row [tiles, rows of a tile, 6]: the rows of a sequence together, the last tile of each padded. rows [n, 3]: sequence,
-    position, coded_end; tokens [n]: where each stands in the batch."""
+    position, coded_end; tokens [n]: where each stands in the batch. chunk: a sequence is one tile if one has so many rows."""
     sequence, position, coded_end = rows.T
-    per_tile = 1 if len(np.unique(sequence)) == len(sequence) else TILE
+    most = int(np.bincount(sequence).max(initial=1))
+    per_tile = most if most == 1 or (chunk and most >= chunk) else TILE
     full = np.stack([sequence, tokens, position, np.zeros_like(position), coded_end, position + 1], 1).astype(np.int32)
     if per_tile == 1:
         return full[:, None]

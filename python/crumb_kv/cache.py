@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from . import models
 from .blocks import Rules, Sequences, tiles
-from .layer import make_layers
+from .layer import CHUNK, make_layers, multiprocessors
 
 # The cache and mask interfaces of transformers change between releases: these are the ones that the tests have run on.
 OLDEST, NEWEST = (5, 19), (5, 24)
@@ -70,6 +70,10 @@ class CrumbCache(Cache):
         self.recipe, self.artefact = recipe, artefact
         self.rules = Rules(sink, recent)
         self.config = model.config.get_text_config(decoder=True)
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) == 1:  # what its kernels lack is said now, and with several devices in the first pass
+            for coder in self.coders:
+                coder.tables(*devices)
         self._order = models.channel_order(self.config, shapes[0].dim_k)
         self._counts = {}
         super().__init__(layers=[_Layer(self, i) for i in range(len(shapes))])
@@ -205,7 +209,7 @@ class CrumbCache(Cache):
 
     def _run(self, piece, layer, coder, q, k, v, out):
         device, handle, ops = q.device, coder.handle, torch.ops.crumb
-        on, tables = piece.on(device), coder.tables(device)
+        on, tables = piece.on(device, CHUNK if coder.takes_chunks(device) else None), coder.tables(device)
         if len(piece.copy_to) > 0:
             ops.copy_blocks(layer.exact, piece.copy_from, piece.copy_to)
         if on.tokens is not None:
@@ -214,11 +218,10 @@ class CrumbCache(Cache):
         if len(on.jobs) > 0:
             counts = self._counts.setdefault(device, torch.zeros(2, dtype=torch.int32, device=device))
             ops.encode(handle, on.jobs, layer.exact, layer.coded, counts, tables)
-        step = (on.rows, on.coded_ids, on.exact_ids, self.rules.sink)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        workspace = self._workspace(coder.workspace_bytes(device, *on.rows.shape[:2], processors), device)
-        ops.plan(handle, *step, processors, workspace)
-        ops.attend(handle, q, *step, processors, layer.coded, layer.exact, tables, None, workspace, out)
+        step = (on.rows, on.coded_ids, on.exact_ids, self.rules.sink, multiprocessors(device))
+        workspace = self._workspace(coder.workspace_bytes(on.rows, on.coded_ids), device)
+        ops.plan(handle, *step, workspace)
+        ops.attend(handle, q, *step, layer.coded, layer.exact, tables, None, workspace, out)
 
     def _workspace(self, size, device):
         if device not in self._workspaces or len(self._workspaces[device]) < size:
@@ -299,22 +302,23 @@ class _Piece:
 
     def __init__(self, work, tokens, n_tokens):
         self.copy_from, self.copy_to = (torch.from_numpy(ids.copy()) for ids in work.copies.T)
-        tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32))
-        self._host = _OnDevice(
-            tokens=None if len(tokens) == n_tokens else torch.from_numpy(tokens.astype(np.int64)),
-            blocks=tensor(work.blocks),
-            slots=tensor(work.rows[:, 1]),
-            jobs=tensor(work.jobs),
-            rows=tensor(tiles(work.rows, tokens)),
-            coded_ids=tensor(work.coded),
-            exact_ids=tensor(work.exact),
-        )
-        self._devices = {torch.device("cpu"): self._host}
+        self._work, self._tokens, self._all = work, tokens, len(tokens) == n_tokens
+        self._devices = {}
 
-    def on(self, device):
+    def on(self, device, chunk):
+        """chunk: as tiles() takes it."""
         if device not in self._devices:
-            moved = {name: None if x is None else x.to(device) for name, x in vars(self._host).items()}
-            self._devices[device] = _OnDevice(**moved)
+            work = self._work
+            tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+            self._devices[device] = _OnDevice(
+                tokens=None if self._all else torch.from_numpy(self._tokens.astype(np.int64)).to(device),
+                blocks=tensor(work.blocks),
+                slots=tensor(work.rows[:, 1]),
+                jobs=tensor(work.jobs),
+                rows=tensor(tiles(work.rows, self._tokens, chunk)),
+                coded_ids=tensor(work.coded),
+                exact_ids=tensor(work.exact),
+            )
         return self._devices[device]
 
 

@@ -32,7 +32,7 @@ class Layer:
         self.block_bytes = c.crumb_block_bytes(handle)  # 64 tokens of all KV heads, coded
         self.exact_block_bytes = c.crumb_exact_block_bytes(handle)  # the same in BF16
         self.bits_per_element = c.crumb_bits_per_element(handle)
-        self._tables = {}
+        self._tables, self._takes_chunks = {}, {}
         weakref.finalize(self, c.crumb_layer_destroy, handle)
 
     def __deepcopy__(self, memo):  # it never changes
@@ -46,27 +46,61 @@ class Layer:
         return Layer(handle.value, replace(self.shape, n_head=n_head_kv * n_group, n_head_kv=n_head_kv))
 
     def tables(self, device):
-        """What the kernels of a CUDA device read beside the blocks; None on the CPU."""
+        """What the kernels of a CUDA device read beside the blocks; None on the CPU. Raises ValueError if there are no kernels for
+        the recipe and the heads."""
         if device.type == "cpu":
             return None
+        if not library.has_cuda():
+            raise ValueError(f"crumb: this crumb_kv was built for CPUs alone, and the model is on {device}. Type: pip install "
+                             "--no-build-isolation --config-settings=cmake.define.CRUMB_CUDA=ON ./python, or model.to('cpu')")
         if device not in self._tables:
             size = ctypes.c_size_t()
             library.require(c.crumb_tables_bytes(self.handle, ctypes.byref(size)))
             tables = torch.empty(size.value, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)  # whoever had this memory before is done with it
             with torch.cuda.device(device):
                 library.require(c.crumb_tables_write(self.handle, tables.data_ptr(), size.value))
+            self._try_to_encode(tables)
             self._tables[device] = tables
         return self._tables[device]
 
-    def workspace_bytes(self, device, n_tiles, rows_per_tile, multiprocessors):
-        """Bytes that plan() and attend() of a step of this shape need."""
-        if device.type == "cpu":
-            return 0
+    def _try_to_encode(self, tables):
+        """A block of zeros: a recipe may have a stage that the encoder of CUDA lacks."""
+        zeros = lambda *shape, dtype=torch.uint8: torch.zeros(shape, dtype=dtype, device=tables.device)
+        try:
+            torch.ops.crumb.encode(self.handle, zeros(1, 4, dtype=torch.int32), zeros(1, self.exact_block_bytes),
+                                   zeros(1, self.block_bytes), zeros(2, dtype=torch.int32), tables)
+        except RuntimeError as e:
+            raise ValueError(str(e).splitlines()[0]) from None
+
+    def takes_chunks(self, device):
+        """Whether the kernels of a device take tiles of CHUNK rows and more: on CUDA, for some sizes of heads. Smaller ones they all take."""
+        if device not in self._takes_chunks:
+            try:
+                self._takes_chunks[device] = device.type != "cpu" and self._workspace_bytes(device, 1, CHUNK, 1) > 0
+            except ValueError:
+                self._takes_chunks[device] = False
+        return self._takes_chunks[device]
+
+    def workspace_bytes(self, rows, ids):
+        """Bytes that plan() and attend() of a step with these rows and tables of blocks need."""
+        return 0 if rows.device.type == "cpu" else self._workspace_bytes(rows.device, *rows.shape[:2], ids.shape[1])
+
+    def _workspace_bytes(self, device, n_tiles, rows_per_tile, blocks):
         step, size = library._Step(), ctypes.c_size_t()
-        step.backend, step.n_tiles, step.rows_per_tile = library.CUDA, n_tiles, rows_per_tile
-        step.multiprocessors = multiprocessors
-        library.require(c.crumb_workspace_bytes(self.handle, ctypes.byref(step), ctypes.byref(size)))
+        step.backend, step.n_tiles, step.rows_per_tile, step.ids_stride = library.CUDA, n_tiles, rows_per_tile, blocks
+        step.multiprocessors = multiprocessors(device)
+        with torch.cuda.device(device):
+            library.require(c.crumb_workspace_bytes(self.handle, ctypes.byref(step), ctypes.byref(size)))
         return size.value
+
+
+CHUNK = 128  # rows of a sequence from which on CUDA unpacks first what they read (docs/design/attention-cuda.md)
+
+
+def multiprocessors(device):
+    """As plan() and attend() want them."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def make_layers(recipe, shapes, artefact=None):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crumb_kv import Shape, make_layers
+from crumb_kv import Shape, has_cuda, make_layers
 
 OPS = torch.ops.crumb
 HEADS, HEADS_KV, DIM = 4, 2, 64
@@ -190,6 +190,12 @@ def test_rows_beyond_the_tables_are_refused(setting):
 def test_layers_that_cannot_be(recipe, shape, message):
     with pytest.raises(ValueError, match=message):
         make_layers(recipe, [Shape(**{**dict(layer=0, n_head=4, n_head_kv=2, dim_k=64, dim_v=64, scale=0.125), **shape})])
+
+
+@pytest.mark.skipif(has_cuda(), reason="built for CUDA")
+def test_a_build_for_cpus_says_what_cuda_wants(setting):
+    with pytest.raises(ValueError, match="built for CPUs alone, and the model is on cuda:0. Type: pip install .*CRUMB_CUDA=ON"):
+        setting.layer.tables(torch.device("cuda", 0))
 
 
 def test_torch_of_another_version_is_refused():
