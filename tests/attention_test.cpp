@@ -139,6 +139,22 @@ TEST(Attention, SlidingWindows) {
     expect_right(coded, rows, 64, "a window over codes");
 }
 
+// Every token is read through its code, the newest too, as in sliding-window layers of 8 bits.
+TEST(Attention, SlidingWindowsOfEightBits) {
+    for (const int dim : {64, 256}) {
+        for (const int window : {1, 30, 512}) {
+            World world({4, 1, dim, dim}, find_recipe("q8:paper"), plain, plain);
+            std::vector<QueryRow> rows;
+            for (const int length : {1, 70, 700, 2500}) {
+                add_rows(rows, world.add_sequence(length), length, std::min(length, 18), 0, window);
+            }
+            for (QueryRow& row : rows) row.coded_end = row.end;
+            world.make_queries(int(rows.size()));
+            expect_right(world, rows, 0, "window " + std::to_string(window));
+        }
+    }
+}
+
 TEST(Attention, Bf16RecordsInTheCodedTable) {
     World world({4, 2, 64, 80}, bf16_format(64, 80));
     expect_right_at(world, {30, 500}, 3, 64, 64, "bf16");

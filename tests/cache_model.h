@@ -40,6 +40,7 @@ struct Scenario {
     std::string recipe = "had2";
     int sink = 64, recent = 256;
     int window = 0;
+    SlidingForm form = SlidingForm::bf16;
     PrefillRule prefill = PrefillRule::position;
     int n_sequences = 3;
     int tokens = 700;
@@ -57,7 +58,7 @@ inline CacheConfig config_of(const Scenario& scenario) {
         {.n_head_kv = 2, .dim_k = 32, .dim_v = 32}, {.stores = false}, {.n_head_kv = 1, .dim_k = 64, .dim_v = 32}};
     if (scenario.window > 0) {
         config.layers.insert(config.layers.begin() + 1,
-                             {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window});
+                             {.n_head_kv = 1, .dim_k = 32, .dim_v = 48, .window = scenario.window, .form = scenario.form});
     }
     // Formats of `planes` differ by layer and side.
     Artefact artefact;
@@ -202,7 +203,9 @@ class Model {
   public:
     explicit Model(const CacheConfig& config) : config_(config), sequences(config.n_sequences) {
         for (const CacheLayer& l : config.layers) {
-            window_ = std::max(window_, l.window);
+            if (l.windowed()) {
+                window_ = std::max(window_, l.window);
+            }
         }
     }
 
@@ -372,7 +375,7 @@ class Model {
         block.pages.resize(config_.layers.size());
         for (size_t layer = 0; layer < config_.layers.size(); layer++) {
             const CacheLayer& l = config_.layers[layer];
-            if (!l.stores || l.window > 0) {
+            if (!l.coded()) {
                 continue;
             }
             const PageFormat format = config_.formats[layer];
@@ -412,6 +415,35 @@ inline Bytes first_rows(const CacheConfig& config, int layer, int head, int rows
     return result;
 }
 
+// What the rows of a page of 8 bits say of tokens [first, last) of a sequence, all in one block, K then V.
+inline std::vector<float> decoded_rows(const PageFormat& format, const HeadTables& tables, const std::byte* page, int first, int last) {
+    std::vector<float> k(64 * format.k.dim), v(64 * format.v.dim);
+    decode_keys(format, tables.k, page, k);
+    decode_values(format, tables.v, page, v);
+    std::vector<float> rows(k.begin() + first % 64 * format.k.dim, k.begin() + ((last - 1) % 64 + 1) * format.k.dim);
+    rows.insert(rows.end(), v.begin() + first % 64 * format.v.dim, v.begin() + ((last - 1) % 64 + 1) * format.v.dim);
+    return rows;
+}
+
+// The same of what is encoded here, a token at a time.
+inline std::vector<float> rows_of_8_bits(const CacheConfig& config, const std::vector<Token>& tokens, int layer, int head, int first, int last) {
+    const CacheLayer& l = config.layers[layer];
+    const PageFormat format = page_format(find_recipe("q8:paper"), l.dim_k, l.dim_v);
+    const HeadTables& tables = config.tables[layer][head];
+    Bytes page(format.bytes());
+    for (int j = first; j < last; j++) {
+        std::vector<bf16> k, v;
+        for (float x : row(tokens[j], layer, Side::k, head, l.dim_k)) {
+            k.push_back(to_bf16(x));
+        }
+        for (float x : row(tokens[j], layer, Side::v, head, l.dim_v)) {
+            v.push_back(to_bf16(x));
+        }
+        encode_rows(find_recipe("q8:paper"), format, tables, k, v, j % 64, page.data());
+    }
+    return decoded_rows(format, tables, page.data(), first, last);
+}
+
 // A query at `position` that sees tokens below `end`. Its rule counts tokens to `newest`: itself, or the first of its
 // chunk.
 struct Query {
@@ -437,7 +469,22 @@ inline std::string difference(const Cache& cache, const Model& model, const Quer
                 return fmt::format("sequence {} layer {} query {} token {} of {}: {}", query.sequence, layer,
                                    query.position, j, s.length(), what);
             };
-            const bool read_exact = l.window > 0 || j < config.sink || j >= coded_end;
+            if (l.windowed() && l.has_codes()) {
+                if (view.coded.ids[j / 64] == kNoBlock) {
+                    return where("no block of 8 bits");
+                }
+                const int first = j, last = std::min(end, j / 64 * 64 + 64);
+                for (int head = 0; head < l.n_head_kv; head++) {
+                    const std::byte* page = view.coded.block(j / 64) + head * config.formats[layer].bytes();
+                    if (decoded_rows(config.formats[layer], config.tables[layer][head], page, first, last) !=
+                        rows_of_8_bits(config, s.tokens, int(layer), head, first, last)) {
+                        return where("rows of 8 bits differ");
+                    }
+                }
+                j = last - 1;
+                continue;
+            }
+            const bool read_exact = l.windowed() || j < config.sink || j >= coded_end;
             const BlockTable& table = read_exact ? view.exact : view.coded;
             const int tokens = read_exact ? 64 : model.page_tokens();
             if (table.ids[j / tokens] == kNoBlock) {

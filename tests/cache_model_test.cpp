@@ -219,7 +219,7 @@ class Trace {
                 RC_ASSERT(row.end == row.position + 1);
                 RC_ASSERT(row.begin == (l.window == 0 ? 0 : std::max(0, row.position + 1 - l.window)));
                 const int newest = scenario_.prefill == PrefillRule::exact ? s.length_before : row.position;
-                RC_ASSERT(row.coded_end == (l.window == 0 ? model_.coded_end(s, newest) : 0));
+                RC_ASSERT(row.coded_end == (l.coded() ? model_.coded_end(s, newest) : l.has_codes() ? row.end : 0));
                 const bool first_or_last = !adjacent || row.position + 1 == s.length();
                 if (first_or_last) {
                     RC_ASSERT(difference(cache_, model_, {row.sequence, row.position, newest, row.end}) == "");
@@ -281,7 +281,7 @@ class Trace {
         
         const bool aged = length > 64 * model_.sink_blocks() &&
                           cache_.views(0)[sequence].exact.ids[length / 64 - 1] == kNoBlock && scenario_.recent > 0;
-        RC_ASSERT(!aged || (scenario_.reuse == ReuseRule::codes && scenario_.window == 0 &&
+        RC_ASSERT(!aged || (scenario_.reuse == ReuseRule::codes && (scenario_.window == 0 || scenario_.form == SlidingForm::pages) &&
                             length <= int(prompt.size()) - scenario_.recent));
         model_.start(sequence, {prompt.begin(), prompt.begin() + length}, aged);
     }
@@ -344,9 +344,9 @@ class Trace {
             if (!cache_.config().layers[layer].stores) {
                 continue;
             }
-            const bool windowed = cache_.config().layers[layer].window > 0;
+            const bool windowed = cache_.config().layers[layer].windowed();
             for (const SequenceView& view : cache_.views(int(layer))) {
-                coded.insert(view.coded.ids.begin(), view.coded.ids.end());
+                (windowed ? window : coded).insert(view.coded.ids.begin(), view.coded.ids.end());
                 (windowed ? window : exact).insert(view.exact.ids.begin(), view.exact.ids.end());
             }
         }
@@ -376,6 +376,7 @@ rc::Gen<Scenario> any_scenario() {
                                 gen::set(&Scenario::sink, gen::element(0, 4, 64, 100)),
                                 gen::set(&Scenario::recent, gen::element(0, 1, 63, 64, 256)),
                                 gen::set(&Scenario::window, gen::element(0, 16, 100, 200)),
+                                gen::set(&Scenario::form, gen::elementOf(std::vector<SlidingForm>(std::begin(kSlidingForms), std::end(kSlidingForms)))),
                                 gen::set(&Scenario::prefill, gen::element(PrefillRule::position, PrefillRule::exact)),
                                 gen::set(&Scenario::reuse, gen::element(ReuseRule::exact, ReuseRule::codes)),
                                 gen::set(&Scenario::spare_windows, gen::element(0, 2)),
@@ -391,7 +392,7 @@ TEST(CacheModel, RandomTraces) {
             scenario.recent = std::max(scenario.recent, 64);
         }
         RC_LOG() << "recipe " << scenario.recipe << " sink " << scenario.sink << " recent " << scenario.recent
-                 << " window " << scenario.window << " total " << scenario.tokens_total << "\n";
+                 << " window " << scenario.window << " " << name(scenario.form) << " total " << scenario.tokens_total << "\n";
         Trace trace(scenario);
         for (const Op& op : *rc::gen::container<std::vector<Op>>(any_op(scenario.n_sequences))) {
             trace.apply(op);

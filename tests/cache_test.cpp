@@ -417,10 +417,66 @@ TEST(Windows, CropsAreRefusedWhereAWindowIsGone) {
     EXPECT_TRUE(cache.crop(0, 0));
 }
 
+TEST(Windows, TakeTheFormOfFewestBytes) {
+    struct Case {
+        int window, context;
+        SlidingForm least;
+        std::string recipe = "had2";
+    };
+    using enum SlidingForm;
+    for (const Case& c : {Case{512, 8192, q8}, {1024, 2048, q8}, {4096, 8192, pages}, {4096, 65536, q8}, {100000, 8192, pages},
+                          {100000, 128, q8}, {4096, 8192, q8, "bf16"}, {4096, 8192, q8, "planes"}}) {
+        CacheConfig config;
+        config.recipe = find_recipe(c.recipe);
+        config.layers = {{.n_head_kv = 1, .dim_k = 64, .dim_v = 64}, {.n_head_kv = 2, .dim_k = 128, .dim_v = 64, .window = c.window}};
+        config.n_sequences = 2;
+        config.tokens_per_sequence = c.context;
+        config.tokens_total = 2 * c.context;
+        EXPECT_EQ(fewest_bytes(config), c.least) << c.window << " of " << c.context << ", " << c.recipe;
+        const bool planes = c.recipe == "planes", has_pages = c.recipe == "had2";
+        config.recipe = find_recipe(planes ? "bf16" : c.recipe);  // windows take what they take, whatever the others are
+        for (const SlidingForm form : kSlidingForms) {
+            if (form == pages && !has_pages) {
+                EXPECT_EQ(sliding_bytes(config, form), std::nullopt);
+                EXPECT_THROW(set_sliding_form(config, form), Error);
+                continue;
+            }
+            set_sliding_form(config, form);
+            EXPECT_EQ(sliding_form(config), form);
+            set_formats(config, nullptr);
+            EXPECT_EQ(layer_bytes(config)[1], sliding_bytes(config, form));
+            EXPECT_GE(layer_bytes(config)[1], sliding_bytes(config, c.least));
+        }
+    }
+}
+
+// A token is coded as it comes, so steps do not matter, nor what a block held before.
+TEST(Windows, OfEightBitsAreRowsOfTheirTokens) {
+    const Scenario scenario{.window = 100, .form = SlidingForm::q8, .n_sequences = 2, .step = 512};
+    Cache whole(config_of(scenario)), pieces(config_of(scenario));
+    ASSERT_TRUE(step(pieces, run_of(0, 9000, 500)));
+    ASSERT_TRUE(pieces.crop(0, 0));
+    ASSERT_TRUE(step(whole, run_of(0, 0, 400)));
+    for (int at = 0, n = 1; at < 400; at += n, n = std::min(2 * n, 400 - at)) {
+        ASSERT_TRUE(step(pieces, run_of(0, at, n)));
+    }
+    ASSERT_TRUE(pieces.fork(0, 1, 400));
+    ASSERT_TRUE(step(pieces, run_of(1, 7000, 3)));  // the last block is a copy
+    for (Cache* c : {&whole, &pieces}) {
+        ASSERT_TRUE(step(*c, run_of(0, 400, 7)));
+    }
+    EXPECT_EQ(save(whole, 0), save(pieces, 0));
+    const QueryRow row = whole.plan(1).rows()[0];
+    EXPECT_EQ(row.begin, 301);
+    EXPECT_EQ(row.coded_end, 401);
+    EXPECT_EQ(whole.plan(1).sink(), 0);
+}
+
 TEST(Windows, OfSeveralWidthsShareBlocks) {
     CacheConfig config = config_of({.window = 100});
     config.layers[3] = {.n_head_kv = 1, .dim_k = 64, .dim_v = 32, .window = 16};
     config.tables[3].clear();
+    config.formats[3] = {};
     Cache cache(std::move(config));
     ASSERT_TRUE(step(cache, run_of(0, 0, 140)));
     EXPECT_EQ(cache.plan(1).rows()[139].begin, 40);

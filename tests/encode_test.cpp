@@ -321,6 +321,30 @@ TEST(Encode, KeptRowsComeFromTheOlderPage) {
     }
 }
 
+// A token at a time and several at once, over what a page held before.
+TEST(Encode, SingleRowsAreThoseOfThePage) {
+    for (const Recipe& recipe : encoder_recipes()) {
+        if (recipe.k.page_mean) {
+            continue;
+        }
+        for (const auto& [dim_k, dim_v] : {std::pair{32, 80}, {256, 64}}) {
+            const EncoderCase c = encoder_case(recipe, dim_k, dim_v);
+            for (const Rows kind : kAllRows) {
+                const std::vector<bf16> k = rows_of(kind, dim_k, 1), v = rows_of(kind, dim_v, 2);
+                const Encoded whole = encode(lanes::best(), recipe, c, k, v);
+                std::vector<std::byte> page(c.format.bytes(), std::byte{0xee});
+                EncodeCounts counts;
+                for (int first = 0, n = 1; first < kPageTokens; first += n, n = std::min(n + 1, kPageTokens - first)) {
+                    counts += encode_rows(recipe, c.format, c.tables, std::span(k).subspan(size_t(first * dim_k), size_t(n * dim_k)),
+                                          std::span(v).subspan(size_t(first * dim_v), size_t(n * dim_v)), first, page.data());
+                }
+                EXPECT_EQ(page == whole.page, true) << recipe.name << ", " << name_of(kind) << ", " << dim_k;
+                EXPECT_EQ(counts, whole.counts) << recipe.name << ", " << name_of(kind);
+            }
+        }
+    }
+}
+
 TEST(Encode, Bf16PagesHoldTheRows) {
     const Recipe& recipe = find_recipe("bf16");
     const EncoderCase c = encoder_case(recipe, 80, 64);

@@ -37,16 +37,25 @@ std::vector<std::byte> mutated(std::vector<std::byte> bytes, std::mt19937& rando
     return bytes;
 }
 
-void run(const fs::path& folder, void (*target)(std::span<const std::byte>)) {
+using Seeds = std::vector<std::vector<std::byte>>;
+
+Seeds files_of(const fs::path& folder) {
     std::vector<fs::path> files;
     for (const auto& entry : fs::directory_iterator(folder)) {
         files.push_back(entry.path());
     }
     std::sort(files.begin(), files.end());
-    ASSERT_FALSE(files.empty());
-    std::mt19937 random(1);
+    Seeds seeds;
     for (const auto& file : files) {
-        const auto bytes = read_whole_file(file, "a corpus file", 1 << 20);
+        seeds.push_back(read_whole_file(file, "a corpus file", 1 << 20));
+    }
+    return seeds;
+}
+
+void run(const Seeds& seeds, void (*target)(std::span<const std::byte>)) {
+    ASSERT_FALSE(seeds.empty());
+    std::mt19937 random(1);
+    for (const auto& bytes : seeds) {
         target(bytes);
         for (int i = 0; i < kMutations; ++i) {
             target(mutated(bytes, random));
@@ -54,10 +63,23 @@ void run(const fs::path& folder, void (*target)(std::span<const std::byte>)) {
     }
 }
 
-TEST(FuzzCorpus, Artefacts) { run(kProject / "fuzz" / "corpus" / "artefact", fuzz::artefact); }
-TEST(FuzzCorpus, Pickles) { run(kProject / "fuzz" / "corpus" / "rotation_file", fuzz::rotation_file); }
-TEST(FuzzCorpus, States) { run(kProject / "fuzz" / "corpus" / "state", fuzz::state); }
-TEST(FuzzCorpus, RotationFiles) { run(kProject / "tests" / "data", fuzz::rotation_file); }
+TEST(FuzzCorpus, Artefacts) { run(files_of(kProject / "fuzz" / "corpus" / "artefact"), fuzz::artefact); }
+TEST(FuzzCorpus, Pickles) { run(files_of(kProject / "fuzz" / "corpus" / "rotation_file"), fuzz::rotation_file); }
+TEST(FuzzCorpus, RotationFiles) { run(files_of(kProject / "tests" / "data"), fuzz::rotation_file); }
+
+// States of the corpus and short ones, as they are and with their checksums put right.
+TEST(FuzzCorpus, States) {
+    Seeds seeds = files_of(kProject / "fuzz" / "corpus" / "state");
+    for (const int tokens : {1, 130}) {
+        Cache cache(fuzz::state_config());
+        fuzz::grow(cache, 0, tokens);
+        for (const char kind : {'S', 'C'}) {
+            seeds.push_back(fuzz::save(cache, 0));
+            seeds.back().insert(seeds.back().begin(), std::byte(kind));
+        }
+    }
+    run(seeds, fuzz::state);
+}
 
 // A file of another build (GCC 12, x86-64, 270 tokens): it is read, and the same tokens are the same bytes here, codes and all.
 TEST(FuzzCorpus, AStateOfAnotherBuildIsWhatThisOneWrites) {

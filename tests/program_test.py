@@ -67,6 +67,13 @@ class Refusals(unittest.TestCase):
                          arguments=["rotations", "extract", "-m", self.folder / "model.gguf", "--from", artefact, *output])
         self.assertEqual(artefact.read_bytes(), b"artefact of another file")
 
+    def test_a_benchmark_writes_over_its_own_kind_alone(self):
+        model = self.folder / "model.gguf"
+        model.write_bytes(b"GGUF and weights")
+        for flag, kind in (("--json", "JSON"), ("--svg", "SVG")):
+            self.refused(1, "is not", kind, arguments=["attn-bench", "-c", "64", flag, model])
+        self.assertEqual(model.read_bytes(), b"GGUF and weights")
+
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],
                               capture_output=True, text=True, timeout=60,

@@ -8,6 +8,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "calibrate/whole_file.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -193,6 +195,8 @@ int attn_bench(int argc, char** argv) {
     text->needs(model);
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     std::erase(o.opponents, "none");
+    if (!o.json.empty()) { require_replaceable(o.json, 0, "{", "a table of figures (JSON)"); }
+    if (!o.svg.empty()) { require_replaceable(o.svg, 0, "<svg", "a plot (SVG)"); }
     llama::quiet_log();
 
     const Isa isa = parse_isa(o.isa);

@@ -68,7 +68,7 @@ void print_geometry(const CacheConfig& config) {
     for (const auto& [kind, layers] : kinds) {
         std::printf("  %zu layers: %d KV heads, K %d, V %d a head, %s; %.1f KiB a token at 16 bit; layers", layers.size(), kind.heads,
                     kind.dim_k, kind.dim_v,
-                    kind.window ? fmt::format("a window of {} tokens (stays BF16)", kind.window).c_str() : "the whole context",
+                    kind.window ? fmt::format("a window of {} tokens", kind.window).c_str() : "the whole context",
                     double(layers.size()) * kind.heads * (kind.dim_k + kind.dim_v) * 2 / 1024.0);
         for (const int il : layers) { std::printf(" %d", il); }
         std::printf("\n");
@@ -88,7 +88,7 @@ void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, i
     std::vector<Kind> kinds;
     for (size_t il = 0; il < config.layers.size(); ++il) {
         const auto& layer = config.layers[il];
-        if (!layer.stores || layer.window) { continue; }
+        if (!layer.coded()) { continue; }
         auto kind = std::ranges::find(kinds, config.formats[il], &Kind::format);
         if (kind == kinds.end()) { kind = kinds.insert(kind, Kind{config.formats[il], 0, {}}); }
         kind->heads += layer.n_head_kv;
@@ -107,7 +107,7 @@ void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, i
     std::printf("  all pages                 %10.3f bits an element\n", bytes.bits_per_element);
     std::printf("  pages                     %10.2f MiB\n", mib(bytes.coded));
     std::printf("  sinks and recent tokens   %10.2f MiB (BF16)\n", mib(bytes.exact));
-    std::printf("  sliding-window layers     %10.2f MiB (BF16)\n", mib(bytes.window));
+    std::printf("  sliding windows           %10.2f MiB\n", mib(bytes.window));
     std::printf("  together                  %10.2f MiB, allocated at start, nothing grows with the context\n", mib(bytes.total()));
     std::printf("  beside it                 %10.2f MiB: maps of the layers %.2f, attention's working memory %.2f (%d threads%s)\n",
                 mib(working.maps + working.attention), mib(working.maps), mib(working.attention), threads,
@@ -115,6 +115,7 @@ void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, i
     std::printf("  16-bit KV                 %10.2f MiB, %.2f times as much\n", mib(bytes.bf16_equivalent),
                 double(bytes.bf16_equivalent) / double(bytes.total()));
     std::printf("  bits per element          %10.3f, windows included\n", bytes.effective_bits);
+    if (sliding_form(config)) { std::printf("  %s\n", llama::describe_sliding(config).c_str()); }
 }
 
 void print_artefact(const std::filesystem::path& file) {

@@ -24,6 +24,8 @@ const char* const kKvHelp =
     "                        or decoded: pages become numbers first, slow, to check the others against\n"
     "  --kv-prefill RULE     position: what a token sees depends on positions alone (default)\n"
     "                        exact: tokens of one ubatch see each other at 16 bit, as in the papers\n"
+    "  --kv-sliding FORM     of layers with a sliding window: bf16 (default); q8: rows of 8 bits; pages: as other layers, of all\n"
+    "                        tokens; auto: what takes the fewest bytes. What each takes is said at start\n"
     "  --kv-memory BYTES     size of the KV cache of a server (K, M and G are understood); -c is then the longest\n"
     "                        request, and -np how many may run at once, as far as they fit\n"
     "  --kv-reuse RULE       exact: a prompt starts from what the server still has where the answer is that of a\n"
@@ -37,7 +39,7 @@ namespace {
 
 constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact",   "--kv-sink",      "--kv-recent", "--kv-prefill",
                                       "--kv-windows", "--kv-allow-slow", "--kv-attention", "--kv-memory", "--kv-reuse",
-                                      "--kv-shift",   "--kv-verify"};
+                                      "--kv-shift",   "--kv-verify",     "--kv-sliding"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -63,6 +65,14 @@ ReuseRule reuse_rule(const std::string& value) {
     if (value == "exact") { return ReuseRule::exact; }
     if (value == "codes") { return ReuseRule::codes; }
     fail("--kv-reuse takes exact or codes, not '{}'", value);
+}
+
+std::optional<SlidingForm> sliding_form(const std::string& value) {
+    if (value == "auto") { return std::nullopt; }
+    for (const SlidingForm form : kSlidingForms) {
+        if (value == name(form)) { return form; }
+    }
+    fail("--kv-sliding takes bf16, q8, pages or auto, not '{}'", value);
 }
 
 bool shift_rule(const std::string& value) {
@@ -174,6 +184,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             options.verify = count(flag, value);
         } else if (flag == "--kv-reuse") {
             options.reuse = reuse_rule(value);
+        } else if (flag == "--kv-sliding") {
+            options.sliding = sliding_form(value);
         } else if (flag == "--kv-shift") {
             result.shift = shift_rule(value);
         } else {

@@ -194,7 +194,6 @@ class Copy {
     }
 
     void write(const std::filesystem::path& path) const {
-        require_replaceable(path, 0, "GGUF", "a GGUF");
         WholeFile file(path);
         std::vector<std::byte> meta(gguf_get_meta_size(out_.get()));
         gguf_get_meta_data(out_.get(), meta.data());
@@ -222,6 +221,16 @@ class Copy {
     std::unique_ptr<ggml_context, FreeGgml> shapes_;  // room for one tensor
     std::vector<std::function<void(WholeFile&)>> write_data_;
 };
+
+// An earlier copy of the same model may be replaced, and no other GGUF: it would be somebody's weights.
+void require_copy_of(const std::string& weights, const std::filesystem::path& file) {
+    require_replaceable(file, 0, "GGUF", "a GGUF");
+    std::error_code error;
+    if (std::filesystem::exists(file, error) && std::filesystem::file_size(file, error) > 0 &&
+        GgufFile(file).text("crumb.model.hash") != weights) {
+        fail("{} exists, and is no copy of this model with rotations: choose another name, or remove it first", file.string());
+    }
+}
 
 }  // namespace
 
@@ -284,6 +293,7 @@ void write_gguf_rotations(const Artefact& artefact, const std::filesystem::path&
         fail("the artefact was made for the weights {} of '{}', and {} has the weights {}: calibrate that model",
              artefact.provenance.model.hash, artefact.provenance.model.name, model_file.string(), hash);
     }
+    require_copy_of(hash, output);
     Copy copy(source);
     for (const auto& [index, layer] : artefact.layers) {
         for (const ArtefactField& field : kArtefactFields) {

@@ -26,7 +26,8 @@ Artefact read_gguf_rotations(const std::filesystem::path& file,
                              const std::optional<ModelIdentity>& model = std::nullopt);
 
 // Writes a copy of `model_file` with the artefact's tensors, which replace those that it had. A temporary file is
-// written and renamed. Throws Error, also for split models (merge them first) and for an artefact of other weights.
+// written and renamed. Throws Error, also for split models (merge them first), for an artefact of other weights, and if
+// there is another file than an earlier such copy of this model at `output`.
 void write_gguf_rotations(const Artefact& artefact, const std::filesystem::path& model_file,
                           const std::filesystem::path& output);
 

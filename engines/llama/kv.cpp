@@ -151,7 +151,7 @@ Choice choose(const llama_model& model, const KvOptions& options) {
 }
 
 CacheConfig geometry(const llama_model& model, const KvOptions& options, const Recipe& recipe, const Layers& layers,
-                     int64_t per_sequence, int64_t total, int n_sequences, int n_ubatch) {
+                     int64_t per_sequence, int64_t total, int n_sequences, int n_ubatch, bool on_device) {
     refuse_unsupported(model);
     CacheConfig config;
     config.recipe = recipe;
@@ -166,7 +166,22 @@ CacheConfig geometry(const llama_model& model, const KvOptions& options, const R
     config.tokens_per_sequence = per_sequence;
     config.tokens_total = total;
     config.max_step_tokens = n_ubatch;
+    if (sliding_form(config) && !on_device) {
+        set_sliding_form(config, options.sliding ? *options.sliding : fewest_bytes(config));
+    } else if (sliding_form(config) && options.sliding.value_or(SlidingForm::bf16) != SlidingForm::bf16) {
+        fail("--kv-sliding {} is for layers on the CPU, on a GPU sliding windows are BF16: leave it out, or add --no-kv-offload",
+             name(*options.sliding));
+    }
     return config;
+}
+
+// Whether any layer attends elsewhere than on the CPU.
+bool on_device(const llama_model& model, const llama_cparams& cparams, const std::vector<int>& owner) {
+    for (size_t il = 0; il < owner.size() && cparams.offload_kqv; ++il) {
+        ggml_backend_dev_t device = owner[il] < 0 ? nullptr : model.dev_layer(int(il));
+        if (device && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) { return true; }
+    }
+    return false;
 }
 
 void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& options) {
@@ -220,7 +235,9 @@ void code_only(CacheConfig& config, int only) {
     }
     for (size_t il = 0; il < config.layers.size(); ++il) {
         auto& layer = config.layers[il];
-        if (int(il) != only && layer.stores && layer.window == 0) { layer.window = int(config.tokens_per_sequence); }
+        if (int(il) == only) { continue; }
+        layer.form = SlidingForm::bf16;
+        if (layer.window == 0) { layer.window = int(config.tokens_per_sequence); }
     }
 }
 
@@ -242,7 +259,8 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         const Choice choice = choose(model, *g.options);
         refuse_slow(choice.recipe, *g.options);
         CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
-                                      std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch);
+                                      std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch,
+                                      on_device(model, cparams, layers.owner));
         if (config.memory > 0 && !g.live.empty()) {
             fail("--kv-memory is for one model, and a draft has a KV cache of its own: leave it out, -c and -np size both");
         }
@@ -258,11 +276,13 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         if (g.options->verify > 0) { require_memory(cache_bytes(Verify::exact_config(config)).total(), config); }
         std::string line = describe(config);
         if (cuda) { line += ", " + cuda->describe(); }
+        if (cuda && !g.options->sliding && sliding_form(config)) { line += ", where --kv-sliding auto is bf16"; }
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
         if (g.options->verify > 0) {
             line += fmt::format(", every {}th token checked against exact K and V, which takes {:.1f} MiB more", g.options->verify,
                                 double(cache_bytes(Verify::exact_config(config)).total()) / 1048576.0);
         }
+        if (g.options->sliding != SlidingForm::bf16 && !sliding_form(config)) { line += ", no sliding-window layers for --kv-sliding"; }
         if (!choice.why.empty()) { line += fmt::format(", chosen by --kv auto: {}", choice.why); }
         if (g.options->only_layer >= 0) {
             code_only(config, g.options->only_layer);
@@ -337,12 +357,22 @@ std::filesystem::path model_file(const llama_model* model) {
 
 CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch) {
     CacheConfig config = geometry(model, options, choose(model, options).recipe, layers_of(model, nullptr, nullptr), n_ctx,
-                                  int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch);
+                                  int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch, false);
     // Of the recipes with an artefact, only those with a budget have pages that depend on it.
     const auto artefact = config.recipe.budgeted() ? find_artefact(model, options, config.recipe) : std::nullopt;
     set_formats(config, artefact ? &*artefact : nullptr);
     return config;
 }
+
+namespace {
+
+size_t size_of(const AttentionMaps& maps) {
+    size_t bytes = 0;
+    for (const auto& head : maps.heads) { bytes += (head.k.size() + head.v.size()) * sizeof(bf16); }
+    return bytes;
+}
+
+}  // namespace
 
 WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads) {
     // A token of every sequence, and chunks of a prompt of any size, at contexts that double: few rows are split into ranges,
@@ -367,32 +397,54 @@ WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, 
         if (end >= config.tokens_per_sequence) { break; }
     }
     WorkingBytes bytes;
+    CacheConfig plain = config;  // the layers whose tables need no artefact, with one head
+    for (auto& layer : plain.layers) {
+        layer.n_head_kv = 1;
+        layer.stores = layer.stores && (layer.windowed() || !config.recipe.needs_artefact());
+    }
+    set_tables(plain, nullptr);
     AttentionWork work;
     for (size_t il = 0; il < config.layers.size(); ++il) {
         const auto& layer = config.layers[il];
         if (!layer.stores) { continue; }
-        const PageFormat format = layer.window ? bf16_format(layer.dim_k, layer.dim_v) : config.formats[il];
-        if (format.coded()) { bytes.maps += layer.n_head_kv * attention_map_bytes(format); }
+        const PageFormat format = layer.has_codes() ? config.formats[il] : bf16_format(layer.dim_k, layer.dim_v);
+        if (format.coded()) {
+            bytes.maps += layer.n_head_kv * (plain.layers[il].stores ? size_of(attention_maps(plain.tables[il])) : attention_map_bytes(format));
+        }
         for (const auto& plan : plans) { work.prepare(plan, int(model.hparams.n_head(il)), layer.n_head_kv, format, n_threads); }
     }
     bytes.attention = work.bytes();
     return bytes;
 }
 
-std::string describe(const CacheConfig& config) {
-    const CacheBytes bytes = cache_bytes(config);
-    int coded = 0, windowed = 0, window = 0;
+std::string describe_sliding(const CacheConfig& config) {
+    int layers = 0, window = 0;
     for (const auto& layer : config.layers) {
-        if (!layer.stores) { continue; }
-        (layer.window ? windowed : coded)++;
+        layers += layer.stores && layer.window > 0;
         window = std::max(window, layer.window);
     }
+    const SlidingForm taken = *sliding_form(config);
+    std::string others;
+    for (const SlidingForm form : kSlidingForms) {
+        const auto bytes = sliding_bytes(config, form);
+        if (form != taken && bytes) { others += fmt::format("{}{} {:.1f}", others.empty() ? "" : ", ", name(form), double(*bytes) / 1048576.0); }
+    }
+    return fmt::format("{} sliding-window layers ({} tokens) {}: {:.1f} MiB (--kv-sliding {})", layers, window,
+                       taken == SlidingForm::bf16 ? "stay BF16"
+                       : taken == SlidingForm::q8 ? "in 8 bits"
+                                                  : fmt::format("in pages of {}", label(config.recipe)),
+                       double(sliding_bytes(config, taken).value()) / 1048576.0, others);
+}
+
+std::string describe(const CacheConfig& config) {
+    const CacheBytes bytes = cache_bytes(config);
+    const auto coded = std::ranges::count_if(config.layers, [](const CacheLayer& l) { return l.stores && l.window == 0; });
     std::string text = fmt::format(
         "kv: {}, {:.3f} bits per element ({:.3f} at {} tokens, windows included), sink {} + recent {} in BF16, {:.1f} MiB instead of "
         "{:.1f} MiB at 16 bit ({:.1f}x), {} layers",
         label(config.recipe), bytes.bits_per_element, bytes.effective_bits, bytes.tokens, config.sink, config.recent,
         bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
-    if (windowed) { text += fmt::format(", {} sliding-window layers ({} tokens) stay BF16", windowed, window); }
+    if (sliding_form(config)) { text += ", " + describe_sliding(config); }
     if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
     if (config.recipe.slow()) { text += ", attention decodes pages (slow)"; }
     if (!config.artefact_hash.empty()) { text += fmt::format(", artefact {}", config.artefact_hash.substr(0, 12)); }
@@ -444,15 +496,21 @@ std::string kv_properties() {
     for (size_t il = 0; il < config.layers.size(); ++il) {
         const CacheLayer& layer = config.layers[il];
         if (!layer.stores) { continue; }
-        const bool coded = layer.window == 0;
         layers.push_back({{"layer", il},
-                          {"type", coded ? label(config.recipe) : "bf16"},
+                          {"type", layer.coded() ? label(config.recipe) : std::string(name(layer.form))},
                           {"heads", layer.n_head_kv},
                           {"dim_k", layer.dim_k},
                           {"dim_v", layer.dim_v},
-                          {"reason", coded ? "sees the whole context" : fmt::format("sees {} tokens", layer.window)}});
+                          {"reason", layer.window == 0 ? "sees the whole context" : fmt::format("sees {} tokens", layer.window)}});
     }
     json["layers"] = std::move(layers);
+    if (const auto taken = sliding_form(config)) {
+        nlohmann::ordered_json bytes;
+        for (const SlidingForm form : kSlidingForms) {
+            if (const auto n = sliding_bytes(config, form)) { bytes[name(form)] = *n; }
+        }
+        json["sliding_windows"] = {{"form", name(*taken)}, {"bytes", std::move(bytes)}};
+    }
     return json.dump();
 }
 

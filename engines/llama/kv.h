@@ -23,6 +23,7 @@ struct KvOptions {
     std::string attention = "auto";  // what reads codes: an instruction set by name(Isa), or kDecoded
     int only_layer = -1;  // to measure it: this layer alone is coded, all others stay BF16; -1: all are coded
     ReuseRule reuse = ReuseRule::exact;
+    std::optional<SlidingForm> sliding = SlidingForm::bf16;  // of sliding-window layers; nullopt: the one of fewest bytes
     size_t memory = 0;       // bytes of the cache; 0: what context and sequences ask for
     int verify = 0;          // check every Nth token against exact K and V (verify.h); 0: none
     bool announce = true;    // say on stderr what the cache of a context holds
@@ -60,6 +61,9 @@ CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, i
 
 // At the largest steps that there can be, for n_threads threads. Recipes that are slow() take more, layer by layer.
 WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads);
+
+// Which layers have sliding windows, how they are kept, and what other forms would take. Only where there are some.
+std::string describe_sliding(const CacheConfig& config);
 
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.
 std::string describe(const CacheConfig& config);

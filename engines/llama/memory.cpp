@@ -170,7 +170,7 @@ Memory::LayerNode& Memory::layer_node(const llama_attn_args& args) {
     if (cache_) {
         const auto& config = cache_->config();
         const auto& layer = config.layers[owner];
-        const bool coded = layer.window == 0;
+        const bool coded = layer.has_codes();
         a.format = coded ? config.formats[owner] : bf16_format(layer.dim_k, layer.dim_v);
         if (coded) {
             a.tables = config.tables[owner];

@@ -39,8 +39,8 @@ struct SequenceView {
 // a step, and are as much memory as some hundred tokens of codes.
 struct AttentionMaps {
     struct Head {
-        std::vector<bf16> k;  // [dim_k][planes_k]: q' = q K
-        std::vector<bf16> v;  // [planes_v][dim_v]: o = o' V
+        std::vector<bf16> k;  // [dim_k][planes_k]: q' = q K; empty: plane d dim + c is digit d of channel c
+        std::vector<bf16> v;  // [planes_v][dim_v]: o = o' V; empty: the same
     };
     std::vector<Head> heads;
     int query_bits = 8;

@@ -3,9 +3,9 @@
 // A block is 64 tokens, aligned at 0, of all KV heads of a layer. Block ids are the same in all layers of a kind, so a
 // sequence has one table, not one a layer. Three pools, each a slab a layer, sized when the cache is made; nothing else
 // grows with the context:
-//   coded    pages of the recipe, layers that see everything
+//   coded    pages of the recipe, layers that see everything, and sliding-window layers in the form `pages`
 //   exact    BF16 records of the same layers: sinks and the recent tokens
-//   window   BF16 records of sliding-window layers
+//   window   records of the other sliding-window layers: BF16, or rows of 8 bits
 //
 // Recipes with pages of 128 tokens have coded blocks of 128, encoded when their first half is due; they need 64 recent
 // tokens at least.
@@ -28,7 +28,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 namespace crumb {
@@ -47,12 +49,26 @@ enum class ReuseRule : uint8_t {
 // edge(t) of the position rule.
 int32_t coded_edge(int32_t position, int recent);
 
+// How a sliding-window layer is kept.
+enum class SlidingForm : uint8_t {
+    bf16,   // rows of its window
+    q8,     // the same in 8 bits by the range of a token: a token is coded as it comes, and read through its code always
+    pages,  // as layers that see everything: pages of all tokens, sinks and recent ones exact
+};
+inline constexpr SlidingForm kSlidingForms[] = {SlidingForm::bf16, SlidingForm::q8, SlidingForm::pages};
+std::string_view name(SlidingForm form);
+
 struct CacheLayer {
     int n_head_kv = 0;
     int dim_k = 0;
     int dim_v = 0;
-    int window = 0;      // tokens that a query sees, itself included; 0: all (then it is coded)
+    int window = 0;      // tokens that a query sees, itself included; 0: all
     bool stores = true;  // false: the layer reads another layer's K and V, or has none
+    SlidingForm form = SlidingForm::bf16;  // if it has a window
+
+    bool coded() const { return stores && (window == 0 || form == SlidingForm::pages); }
+    bool windowed() const { return stores && !coded(); }  // its window is all that is kept
+    bool has_codes() const { return coded() || (windowed() && form == SlidingForm::q8); }
 };
 
 // Memory of a device, for the blocks of layers that attend there. Pointers are the device's. Calls come between steps, see
@@ -71,8 +87,8 @@ public:
 struct CacheConfig {
     Recipe recipe;
     std::vector<CacheLayer> layers;                  // by model layer
-    std::vector<PageFormat> formats;                 // by model layer: pages of coded layers, which may differ
-    std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers that are not coded
+    std::vector<PageFormat> formats;                 // by model layer: pages of layers with codes, which may differ
+    std::vector<std::vector<HeadTables>> tables;     // by model layer; empty for layers without codes
     std::vector<DeviceMemory*> devices;              // by model layer, null: main memory; empty: all of them there
     int chunk_rows = 0;  // of a step of a device: a sequence with so many rows or more is a chunk (StepLayout); 0: none is
     int sink = 64;
@@ -93,6 +109,15 @@ struct CacheConfig {
 // layer_tables() do.
 void set_formats(CacheConfig& config, const Artefact* artefact);
 void set_tables(CacheConfig& config, const Artefact* artefact);
+
+// What all sliding-window layers take in this form, with room for tokens_total; nullopt if the recipe has no pages for them:
+// those of an artefact are calibrated for layers that see everything, and those of `bf16` save nothing. Throws as shape and
+// formats do. fewest_bytes(): the form that takes the least, the first of equals.
+std::optional<size_t> sliding_bytes(const CacheConfig& config, SlidingForm form);
+SlidingForm fewest_bytes(const CacheConfig& config);
+// All of them get this form, before set_formats(). Throws Error for one that the recipe does not have.
+void set_sliding_form(CacheConfig& config, SlidingForm form);
+std::optional<SlidingForm> sliding_form(const CacheConfig& config);  // nullopt: the model has no such layers
 
 // What a cache of this configuration allocates, by the page formats alone (no tables): what `inspect` prints and what Cache takes.
 struct CacheBytes {

@@ -188,6 +188,11 @@ EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const H
                          std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep = 0,
                          const std::byte* kept = nullptr, const float* layer_norms = nullptr);
 
+// Encodes some tokens of a page, k [n][D] and v [n][D], as its tokens [first, first + n); the others stay. For planar formats
+// without page means, in which a token has its codes to itself. The bytes are those of encode_page().
+EncodeCounts encode_rows(const Recipe& recipe, const PageFormat& format, const HeadTables& tables, std::span<const bf16> k,
+                         std::span<const bf16> v, int first, std::byte* page);
+
 // Adds the squared lengths of centred keys of one head to energy[tokens]: the square of layer_norms, once all are added.
 void add_key_energy(const SideTables& tables, std::span<const bf16> k, std::span<float> energy);
 

@@ -66,20 +66,23 @@ Cache::State::State(CacheConfig c, CacheShape shape)
         if (!layer.stores) {
             continue;
         }
-        CRUMB_ASSERT(!is_coded(layer) || !config.recipe.coded() || int(config.tables[i].size()) == layer.n_head_kv);
-        plan_of[i] = size_t(std::ranges::find(windows, layer.window) - windows.begin());
-        if (plan_of[i] == windows.size()) {
-            windows.push_back(layer.window);
+        CRUMB_ASSERT(!config.formats[i].coded() || int(config.tables.at(i).size()) == layer.n_head_kv);
+        const Sight sight(layer);
+        plan_of[i] = size_t(std::ranges::find(sights, sight) - sights.begin());
+        if (plan_of[i] == sights.size()) {
+            sights.push_back(sight);
         }
         const auto table = [i](const Pool& pool, const std::vector<uint32_t>& ids) {
             return BlockTable{pool.base(int(i)), pool.shape().slabs[i].stride(), ids};
         };
         for (const Sequence& s : sequences) {
-            views[i].push_back(is_window(layer) ? SequenceView{{}, table(window, s.window)}
-                                                : SequenceView{table(coded, s.coded), table(exact, s.exact)});
+            const BlockTable rows = table(window, s.window);
+            views[i].push_back(layer.coded()       ? SequenceView{table(coded, s.coded), table(exact, s.exact)}
+                               : layer.has_codes() ? SequenceView{rows, {}}
+                                                   : SequenceView{{}, rows});
         }
     }
-    step.plans.resize(windows.size());
+    step.plans.resize(sights.size());
 }
 
 Sequence& Cache::State::at(uint32_t sequence) {
@@ -89,7 +92,7 @@ Sequence& Cache::State::at(uint32_t sequence) {
 
 const HeadTables& Cache::State::tables(int layer, int head) const {
     static const HeadTables none;
-    return config.recipe.coded() ? config.tables[layer][head] : none;
+    return config.tables.empty() || config.tables[layer].empty() ? none : config.tables[layer][head];
 }
 
 void Cache::State::reshape(Sequence& s, const Extent& to) {
@@ -191,7 +194,7 @@ SequenceStatus Cache::status(uint32_t sequence) const {
                    size_t(status.sinks + status.recent) * state.exact.shape().block_bytes() +
                    size_t(status.window) * state.window.shape().block_bytes();
     for (const CacheLayer& layer : state.config.layers) {
-        const int32_t tokens = is_window(layer) ? std::min(e.length, layer.window) : e.length;
+        const int32_t tokens = layer.window > 0 ? std::min(e.length, layer.window) : e.length;
         status.bytes_at_16_bit += layer.stores ? size_t(tokens) * size_t(2 * layer.n_head_kv * (layer.dim_k + layer.dim_v)) : 0;
     }
     return status;

@@ -26,13 +26,13 @@ size_t words_of(size_t n) {
 // Chunks' blocks change a layout, and with it a graph, every 4096 tokens only.
 constexpr int kChunkBlockStep = 64;
 
-void place(StepLayout& layout, size_t n_windows, bool has_windows) {
+void place(StepLayout& layout, size_t n_sights, bool has_windows) {
     const auto take = [&](size_t words) {
         const size_t at = layout.words;
         layout.words += (words + 3) / 4 * 4;
         return at;
     };
-    for (size_t w = 0; w < n_windows; w++) {
+    for (size_t w = 0; w < n_sights; w++) {
         layout.rows.push_back(take(words_of<QueryRow>(size_t(layout.n_tiles) * size_t(layout.rows_per_tile))));
         layout.chunk_rows.push_back(take(words_of<QueryRow>(size_t(layout.n_chunks) * size_t(layout.rows_per_chunk))));
     }
@@ -124,13 +124,13 @@ StepLayout largest_layout(const CacheConfig& config, int n_tokens, int n_sequenc
         }
         layout.chunk_blocks = 2 * int(layout.ids_stride) + 4;
     }
-    std::set<int> windows;
+    std::set<Sight> sights;
     for (const CacheLayer& layer : config.layers) {
         if (layer.stores) {
-            windows.insert(layer.window);
+            sights.insert(Sight(layer));
         }
     }
-    place(layout, windows.size(), windows.size() > windows.count(0));
+    place(layout, sights.size(), std::ranges::any_of(config.layers, &CacheLayer::windowed));
     return layout;
 }
 
@@ -214,11 +214,11 @@ void Cache::write_step(const StepLayout& layout, std::span<uint32_t> words) cons
 size_t Cache::plan_index(int layer) const { return state_->plan_of[layer]; }
 
 std::byte* Cache::coded_base(int layer) const {
-    return is_window(state_->config.layers[layer]) ? nullptr : state_->coded.base(layer);
+    return state_->config.layers[layer].windowed() ? nullptr : state_->coded.base(layer);
 }
 
 std::byte* Cache::exact_base(int layer) const {
-    return (is_window(state_->config.layers[layer]) ? state_->window : state_->exact).base(layer);
+    return (state_->config.layers[layer].windowed() ? state_->window : state_->exact).base(layer);
 }
 
 }  // namespace crumb

@@ -21,7 +21,7 @@ Rules::Rules(const CacheConfig& config)
       longest(int32_t(config.tokens_per_sequence)),
       page(config.recipe.page_tokens) {
     for (const CacheLayer& layer : config.layers) {
-        if (layer.stores) {
+        if (layer.windowed()) {
             window = std::max(window, layer.window);
         }
     }

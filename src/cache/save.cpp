@@ -235,8 +235,8 @@ std::vector<std::byte> first_rows(const Cache::State& state, const Pool& pool, i
     std::vector<std::byte> block = whole;
     for (int head = 0; head < slab.n_head_kv; head++) {
         std::byte* page = block.data() + size_t(head) * format.bytes();
-        if (&pool == &state.coded) {
-            encode_page(state.config.recipe, format, state.tables(layer, head), k, v, page, rows,
+        if (format.coded() || &pool == &state.coded) {
+            encode_page(recipe_of(state.config, state.config.layers[layer]), format, state.tables(layer, head), k, v, page, rows,
                         whole.data() + size_t(head) * format.bytes());
             continue;
         }

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <numeric>
 
 #include "cache/extent.h"
 
@@ -46,7 +48,7 @@ std::vector<CodedLayer> coded_layers(const CacheConfig& config) {
     std::vector<CodedLayer> coded;
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& layer = config.layers[i];
-        if (layer.stores && is_coded(layer)) {
+        if (layer.coded()) {
             coded.push_back({int(i), layer.n_head_kv, layer.dim_k, layer.dim_v});
         }
     }
@@ -61,8 +63,8 @@ void add_slabs(CacheShape& shape, const CacheConfig& config) {
         }
         const PageFormat exact = bf16_format(layer.dim_k, layer.dim_v);
         check(exact);
-        if (is_window(layer)) {
-            shape.window.slabs[i] = {exact, layer.n_head_kv};
+        if (layer.windowed()) {
+            shape.window.slabs[i] = {layer.has_codes() ? config.formats[i] : exact, layer.n_head_kv};
         } else {
             shape.exact.slabs[i] = {exact, layer.n_head_kv};
             const PageFormat& coded = config.formats[i];
@@ -85,23 +87,83 @@ int64_t blocks_within(size_t memory, const CacheShape& shape, int64_t n_sequence
     return block == 0 ? 0 : int64_t((memory - windows) / block);
 }
 
+bool has_sliding_pages(const Recipe& recipe) { return recipe.coded() && !recipe.needs_artefact(); }
+
 }  // namespace
+
+const Recipe& sliding_recipe() {
+    static const Recipe recipe = find_recipe("q8:paper");
+    return recipe;
+}
+
+const Recipe& recipe_of(const CacheConfig& config, const CacheLayer& layer) {
+    return layer.coded() ? config.recipe : sliding_recipe();
+}
+
+std::string_view name(SlidingForm form) {
+    constexpr std::string_view kNames[] = {"bf16", "q8", "pages"};
+    return kNames[size_t(form)];
+}
+
+std::optional<size_t> sliding_bytes(const CacheConfig& config, SlidingForm form) {
+    if (form == SlidingForm::pages && !has_sliding_pages(config.recipe)) {
+        return std::nullopt;
+    }
+    CacheConfig sliding = config;
+    sliding.memory = 0;
+    for (CacheLayer& layer : sliding.layers) {
+        layer.stores = layer.stores && layer.window > 0;
+        layer.form = form;
+    }
+    set_formats(sliding, nullptr);
+    const std::vector<size_t> bytes = layer_bytes(sliding);
+    return std::accumulate(bytes.begin(), bytes.end(), size_t(0));
+}
+
+SlidingForm fewest_bytes(const CacheConfig& config) {
+    return *std::ranges::min_element(kSlidingForms, {}, [&](SlidingForm form) {
+        return sliding_bytes(config, form).value_or(std::numeric_limits<size_t>::max());
+    });
+}
+
+void set_sliding_form(CacheConfig& config, SlidingForm form) {
+    if (form == SlidingForm::pages && !has_sliding_pages(config.recipe)) {
+        fail("sliding-window layers cannot have pages of '{}' ({}): take q8 or bf16 for them", label(config.recipe),
+             config.recipe.coded() ? "its bases are calibrated for layers that see everything" : "they would save nothing");
+    }
+    for (CacheLayer& layer : config.layers) {
+        layer.form = layer.window > 0 ? form : SlidingForm::bf16;
+    }
+}
+
+std::optional<SlidingForm> sliding_form(const CacheConfig& config) {
+    const auto layer = std::ranges::find_if(config.layers, [](const CacheLayer& l) { return l.stores && l.window > 0; });
+    return layer == config.layers.end() ? std::nullopt : std::optional(layer->form);
+}
 
 void set_formats(CacheConfig& config, const Artefact* artefact) {
     const std::vector<CodedLayer> coded = coded_layers(config);
-    const std::vector<PageFormat> formats = page_formats(config.recipe, coded, artefact);
+    const std::vector<PageFormat> formats =
+        coded.empty() ? std::vector<PageFormat>{} : page_formats(config.recipe, coded, artefact);
     config.formats.assign(config.layers.size(), {});
     for (size_t i = 0; i < coded.size(); i++) {
         config.formats[coded[i].layer] = formats[i];
+    }
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        if (layer.windowed() && layer.has_codes()) {
+            config.formats[i] = page_format(sliding_recipe(), layer.dim_k, layer.dim_v);
+        }
     }
 }
 
 void set_tables(CacheConfig& config, const Artefact* artefact) {
     config.tables.assign(config.layers.size(), {});
-    for (const CodedLayer& layer : coded_layers(config)) {
-        if (config.recipe.coded()) {
-            config.tables[layer.layer] =
-                layer_tables(config.recipe, layer.layer, layer.n_head_kv, config.formats[layer.layer], artefact);
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const CacheLayer& layer = config.layers[i];
+        const Recipe& recipe = recipe_of(config, layer);
+        if (layer.has_codes() && recipe.coded()) {
+            config.tables[i] = layer_tables(recipe, int(i), layer.n_head_kv, config.formats[i], artefact);
         }
     }
 }
@@ -169,9 +231,9 @@ CacheBytes cache_bytes(const CacheConfig& config) {
         }
         const size_t per_token = size_t(layer.n_head_kv) * size_t(layer.dim_k + layer.dim_v);
         const int64_t windows = config.n_sequences * std::min<int64_t>(layer.window, config.tokens_per_sequence);
-        elements += per_token * size_t(is_window(layer) ? windows : bytes.tokens);
+        elements += per_token * size_t(layer.window > 0 ? windows : bytes.tokens);
         page_bytes += shape.coded.slabs[i].stride();
-        page_elements += is_coded(layer) ? per_token * config.recipe.page_tokens : 0;
+        page_elements += layer.coded() ? per_token * config.recipe.page_tokens : 0;
     }
     bytes.bf16_equivalent = 2 * elements;
     bytes.bits_per_element = bits(page_bytes, page_elements);

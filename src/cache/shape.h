@@ -18,7 +18,9 @@ CacheShape shape_of(const CacheConfig& config);
 // Tokens of all sequences together for which so many coded blocks have room.
 int64_t capacity_of(const CacheConfig& config, int64_t coded_blocks);
 
-inline bool is_coded(const CacheLayer& layer) { return layer.stores && layer.window == 0; }
-inline bool is_window(const CacheLayer& layer) { return layer.stores && layer.window > 0; }
+// Of SlidingForm::q8. Keys are not centred: artefacts have no means of sliding-window layers.
+const Recipe& sliding_recipe();
+// What encodes the tokens of a layer with codes.
+const Recipe& recipe_of(const CacheConfig& config, const CacheLayer& layer);
 
 }  // namespace crumb

@@ -41,11 +41,20 @@ struct BlockWork {
     int32_t keep = 0;
 };
 
+// What decides which rows a layer's queries see, and how.
+struct Sight {
+    explicit Sight(const CacheLayer& layer)
+        : window(layer.window), form(layer.coded() ? SlidingForm::pages : layer.form) {}
+    int32_t window;  // 0: everything
+    SlidingForm form;
+    auto operator<=>(const Sight&) const = default;
+};
+
 struct Step {
     std::vector<uint32_t> tokens;          // by sequence, ascending in position
     std::vector<BlockWork> blocks;         // layers that are coded
     std::vector<BlockWork> window_blocks;  // sliding-window layers
-    std::vector<AttentionPlan> plans;      // by distinct window
+    std::vector<AttentionPlan> plans;      // by distinct sight
 };
 
 struct Cache::State {
@@ -56,8 +65,8 @@ struct Cache::State {
     Pool coded, exact, window;
     std::vector<Sequence> sequences;
 
-    std::vector<int> windows;                      // distinct ones; 0 for layers that see everything
-    std::vector<size_t> plan_of;                   // by layer: index into `windows` and `step.plans`
+    std::vector<Sight> sights;                     // distinct ones
+    std::vector<size_t> plan_of;                   // by layer: index into `sights` and `step.plans`
     std::vector<std::vector<SequenceView>> views;  // by layer; empty for layers that do not store
     Step step;
 
@@ -65,7 +74,7 @@ struct Cache::State {
     CacheCounters counters;
 
     Sequence& at(uint32_t sequence);
-    const HeadTables& tables(int layer, int head) const;  // empty ones for the BF16 recipe
+    const HeadTables& tables(int layer, int head) const;  // empty ones for layers without codes
 
     // Moves a sequence to another extent: blocks that only the old one has are released, those of the new one taken.
     void reshape(Sequence& sequence, const Extent& to);
@@ -82,11 +91,11 @@ struct Cache::State {
     void crop(Sequence& sequence, int32_t length);
     // Makes room for tokens of the step, and its work in their blocks and in those that become due.
     void append(Sequence& sequence, std::span<const uint32_t> tokens);
-    // Writes the BF16 rows of the step's tokens into the blocks of `work`.
-    void write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
-                    const RowSource& v) const;
-    // Query rows of a sequence's tokens, after append(), in layers whose window is `width` (0: none).
-    void add_rows(std::vector<QueryRow>& rows, int32_t width, const Sequence& sequence, std::span<const Append> tokens,
+    // Writes the rows of the step's tokens into the blocks of `work`, BF16 or, in a layer of SlidingForm::q8, codes.
+    EncodeCounts write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
+                            const RowSource& v) const;
+    // Query rows of a sequence's tokens, after append(), in layers of this sight.
+    void add_rows(std::vector<QueryRow>& rows, const Sight& sight, const Sequence& sequence, std::span<const Append> tokens,
                   bool causal) const;
 };
 

@@ -149,16 +149,18 @@ void Cache::State::append(Sequence& s, std::span<const uint32_t> tokens) {
     }
 }
 
-void Cache::State::add_rows(std::vector<QueryRow>& rows, int32_t width, const Sequence& s,
+void Cache::State::add_rows(std::vector<QueryRow>& rows, const Sight& sight, const Sequence& s,
                             std::span<const Append> tokens, bool causal) const {
     const Extent& now = s.extent;
     int32_t position = s.before.length;
     for (const Append& t : tokens) {
         const int32_t newest = config.prefill == PrefillRule::exact ? s.before.length : position;
         QueryRow row{.sequence = t.sequence, .token = t.token, .position = position};
-        row.begin = width == 0 ? 0 : std::max(0, position + 1 - width);
-        row.coded_end = width == 0 ? std::max(rules.edge(newest), now.exact_begin) : 0;
+        row.begin = sight.window == 0 ? 0 : std::max(0, position + 1 - sight.window);
         row.end = causal ? position + 1 : now.length;
+        row.coded_end = sight.form == SlidingForm::pages ? std::max(rules.edge(newest), now.exact_begin)
+                        : sight.form == SlidingForm::q8  ? row.end
+                                                         : 0;
         if (t.attends) {
             rows.push_back(row);
         }
@@ -186,7 +188,7 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
         step.tokens.push_back(t.token);
     }
 
-    std::vector<std::vector<QueryRow>> rows(state.windows.size());
+    std::vector<std::vector<QueryRow>> rows(state.sights.size());
     for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
         while (end < tokens.size() && tokens[end].sequence == tokens[i].sequence) {
             end++;
@@ -197,36 +199,51 @@ bool Cache::begin(std::span<const Append> appends, bool causal) {
             s.prefix.add(causal ? t.id : -1);
         }
         for (size_t w = 0; w < rows.size(); w++) {
-            state.add_rows(rows[w], state.windows[w], s, std::span(tokens).subspan(i, end - i), causal);
+            state.add_rows(rows[w], state.sights[w], s, std::span(tokens).subspan(i, end - i), causal);
         }
     }
     for (size_t w = 0; w < rows.size(); w++) {
-        step.plans[w] = AttentionPlan(std::move(rows[w]), state.config.sink);
+        const bool no_sink = state.sights[w].form == SlidingForm::q8;  // first tokens have codes like all others
+        step.plans[w] = AttentionPlan(std::move(rows[w]), no_sink ? 0 : state.config.sink);
     }
     return true;
 }
 
-void Cache::State::write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
-                              const RowSource& v) const {
+EncodeCounts Cache::State::write_rows(const Pool& pool, int layer, int head, const BlockWork& work, const RowSource& k,
+                                      const RowSource& v) const {
     const PageFormat& format = pool.shape().slabs[layer].format;
-    std::vector<bf16> key(format.k.dim), value(format.v.dim);
+    const auto dim_k = size_t(format.k.dim), dim_v = size_t(format.v.dim);
+    EncodeCounts encoded;
+    std::vector<bf16> keys, values;
     for (const BlockWork::Rows& rows : work.rows) {
+        keys.resize(size_t(rows.n_rows) * dim_k);
+        values.resize(size_t(rows.n_rows) * dim_v);
         for (int i = 0; i < rows.n_rows; i++) {
-            std::byte* page = pool.page(layer, rows.block, head);
             const uint32_t token = step.tokens[rows.first_token + i];
-            to_row(k, token, head, key);
-            to_row(v, token, head, value);
-            set_key(format, page, rows.first_row + i, key);
-            set_value(format, page, rows.first_row + i, value);
+            to_row(k, token, head, std::span(keys).subspan(size_t(i) * dim_k, dim_k));
+            to_row(v, token, head, std::span(values).subspan(size_t(i) * dim_v, dim_v));
+        }
+        if (rows.n_rows == 0) {
+            continue;
+        }
+        std::byte* page = pool.page(layer, rows.block, head);
+        if (format.coded()) {
+            encoded += encode_rows(sliding_recipe(), format, tables(layer, head), keys, values, rows.first_row, page);
+            continue;
+        }
+        for (int i = 0; i < rows.n_rows; i++) {
+            set_key(format, page, rows.first_row + i, std::span(keys).subspan(size_t(i) * dim_k, dim_k));
+            set_value(format, page, rows.first_row + i, std::span(values).subspan(size_t(i) * dim_v, dim_v));
         }
     }
+    return encoded;
 }
 
 void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads) {
     State& state = *state_;
     const CacheLayer& shape = state.config.layers[layer];
     CRUMB_ASSERT(shape.stores);
-    const bool windowed = is_window(shape);
+    const bool windowed = shape.windowed();
     const Pool& pool = windowed ? state.window : state.exact;
     const std::vector<BlockWork>& blocks = windowed ? state.step.window_blocks : state.step.blocks;
     const PageFormat& format = pool.shape().slabs[layer].format;
@@ -238,7 +255,7 @@ void Cache::store(int layer, RowSource k, RowSource v, int thread, int n_threads
         const BlockWork& work = blocks[unit * heads_a_unit / heads];
         const int first = int(unit * heads_a_unit % heads);
         for (int head = first; head < first + heads_a_unit; head++) {
-            state.write_rows(pool, layer, head, work, k, v);
+            encoded += state.write_rows(pool, layer, head, work, k, v);
         }
         if (work.coded == kNoBlock) {
             continue;

@@ -26,6 +26,7 @@ struct Side {
     size_t codes, info, mean;  // offsets
     decltype(&pack_keys) pack;
     decltype(&unpack_keys) unpack;
+    decltype(&key_code_at) code_at;
 };
 
 void quantise(const Kernels& kernels, const Side& side, Tile& y, Coded& coded) {
@@ -42,6 +43,16 @@ void quantise(const Kernels& kernels, const Side& side, Tile& y, Coded& coded) {
                       .gain8 = side.tables.format.info == SideInfo::gain8},
                      coded);
     }
+}
+
+void map_and_quantise(const Kernels& kernels, const Side& side, Tile& x, Coded& coded) {
+    if (side.tables.encode.empty()) {
+        quantise(kernels, side, x, coded);
+        return;
+    }
+    Tile y;
+    kernels.map(x, side.tables.format.dim, side.tables.encode.data(), y);
+    quantise(kernels, side, y, coded);
 }
 
 void write_codes(const Side& side, const Coded& coded, std::byte* page, int keep, const std::byte* kept) {
@@ -77,7 +88,7 @@ EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* pa
     const int dim = format.dim;
     CRUMB_ASSERT(side.rows.size() == size_t(kPageTokens) * dim);
 
-    Tile x, y;
+    Tile x;
     Coded coded;
     const float* mean = side.tables.mean.empty() ? nullptr : side.tables.mean.data();
     EncodeCounts counts;
@@ -95,10 +106,7 @@ EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* pa
         kernels.subtract(x, dim, side.tables.mean_step.data(), page_mean);
         std::memcpy(page + side.mean, page_mean, dim);
     }
-    if (!side.tables.encode.empty()) {
-        kernels.map(x, dim, side.tables.encode.data(), y);
-    }
-    quantise(kernels, side, side.tables.encode.empty() ? x : y, coded);
+    map_and_quantise(kernels, side, x, coded);
 
     counts.saturated = uint64_t(std::count(coded.saturated + keep, coded.saturated + kPageTokens, true));
     write_codes(side, coded, page, keep, kept);
@@ -118,6 +126,50 @@ EncodeCounts encode_side(const Kernels& kernels, const Side& side, std::byte* pa
             CRUMB_ASSERT(false);
     }
     return counts;
+}
+
+// Tokens [first, first + n) of a page, which are the first n of the tile that the inner loops work on.
+EncodeCounts encode_side_rows(const Kernels& kernels, const Side& side, int first, std::byte* page) {
+    const SideFormat& format = side.tables.format;
+    const int dim = format.dim, n = int(side.rows.size()) / dim;
+    CRUMB_ASSERT(format.planar() && !format.mean && first >= 0 && first + n <= kPageTokens);
+    std::vector<bf16> rows(size_t(kPageTokens) * dim);
+    std::ranges::copy(side.rows, rows.begin());
+    Tile x;
+    Coded coded;
+    const float* mean = side.tables.mean.empty() ? nullptr : side.tables.mean.data();
+    EncodeCounts counts = {.rows = uint64_t(n)};
+    counts.nonfinite = kernels.load(rows.data(), dim, mean, 0, x);
+    map_and_quantise(kernels, side, x, coded);
+    counts.saturated = uint64_t(std::count(coded.saturated, coded.saturated + n, true));
+
+    for (int p = 0; p < format.planes; ++p) {
+        const uint16_t direction = side.tables.direction[p];
+        const int digit = 2 * side.tables.digit[p];
+        for (int t = 0; t < n; ++t) {
+            const CodeAt at = side.code_at(format.planes, first + t, p);
+            const int code = direction == kNoDirection ? 0 : coded.code[direction][t] >> digit & 3;
+            std::byte& byte = page[side.codes + at.byte];
+            byte = (byte & ~(std::byte{3} << at.shift)) | std::byte(code << at.shift);
+        }
+    }
+    const size_t stride = format.info == SideInfo::gain8 ? 1 : sizeof(fp16);
+    for (int t = 0; t < n; ++t) {
+        std::memcpy(page + side.info + size_t(first + t) * stride, &coded.scale[t], stride);
+        if (format.info == SideInfo::scale_zero) {
+            std::memcpy(page + side.info + size_t(kPageTokens + first + t) * stride, &coded.zero[t], stride);
+        }
+    }
+    return counts;
+}
+
+Side keys_of(const Recipe& recipe, const PageFormat& format, const HeadTables& tables, std::span<const bf16> k) {
+    return {recipe.k, tables.k, k, format.key_codes(), format.key_info(), format.key_mean(), pack_keys, unpack_keys, key_code_at};
+}
+
+Side values_of(const Recipe& recipe, const PageFormat& format, const HeadTables& tables, std::span<const bf16> v) {
+    return {recipe.v, tables.v, v, format.value_codes(), format.value_info(), format.value_mean(), pack_values, unpack_values,
+            value_code_at};
 }
 
 // Centred and mapped, token by token.
@@ -197,12 +249,8 @@ EncodeCounts encode_page(const Kernels& kernels, const Recipe& recipe, const Pag
         CRUMB_ASSERT(v.size() == size_t(format.tokens * format.v.dim));
         return encode_group_page(kernels, recipe, format, tables, k, v, page, keep, kept, layer_norms);
     }
-    const Side key = {recipe.k,          tables.k,          k,         format.key_codes(),
-                      format.key_info(), format.key_mean(), pack_keys, unpack_keys};
-    const Side value = {recipe.v,    tables.v,     v, format.value_codes(), format.value_info(), format.value_mean(),
-                        pack_values, unpack_values};
-    EncodeCounts counts = encode_side(kernels, key, page, keep, kept);
-    counts += encode_side(kernels, value, page, keep, kept);
+    EncodeCounts counts = encode_side(kernels, keys_of(recipe, format, tables, k), page, keep, kept);
+    counts += encode_side(kernels, values_of(recipe, format, tables, v), page, keep, kept);
     return counts;
 }
 
@@ -210,6 +258,18 @@ EncodeCounts encode_page(const Recipe& recipe, const PageFormat& format, const H
                          std::span<const bf16> k, std::span<const bf16> v, std::byte* page, int keep,
                          const std::byte* kept, const float* layer_norms) {
     return encode_page(lanes::best(), recipe, format, tables, k, v, page, keep, kept, layer_norms);
+}
+
+EncodeCounts encode_rows(const Recipe& recipe, const PageFormat& format, const HeadTables& tables, std::span<const bf16> k,
+                         std::span<const bf16> v, int first, std::byte* page) {
+    CRUMB_ASSERT(format.planar() && tables.k.format == format.k && tables.v.format == format.v);
+    CRUMB_ASSERT(k.size() / size_t(format.k.dim) == v.size() / size_t(format.v.dim));
+    if (k.size() == size_t(kPageTokens) * size_t(format.k.dim)) {
+        return encode_page(recipe, format, tables, k, v, page);
+    }
+    EncodeCounts counts = encode_side_rows(lanes::best(), keys_of(recipe, format, tables, k), first, page);
+    counts += encode_side_rows(lanes::best(), values_of(recipe, format, tables, v), first, page);
+    return counts;
 }
 
 void add_key_energy(const SideTables& tables, std::span<const bf16> k, std::span<float> energy) {

@@ -230,6 +230,13 @@ TEST(GgufRotations, TravelWithTheWeights) {
                 testing::ThrowsMessage<Error>(testing::HasSubstr("carries no rotations")));
     EXPECT_THAT([&] { weights_hash(scratch / "none.gguf"); },
                 testing::ThrowsMessage<Error>(testing::HasSubstr("cannot open")));
+    // A copy of the same model is replaced; a model is nobody's to replace, this one least of all.
+    write_gguf_rotations(a, model, scratch / "again.gguf");
+    std::filesystem::remove(scratch / "other.gguf");
+    std::filesystem::copy_file(model_path(kGemma3), scratch / "other.gguf");
+    EXPECT_THAT([&] { write_gguf_rotations(a, model, scratch / "other.gguf"); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr("no copy of this model")));
+    std::filesystem::remove(scratch / "other.gguf");
     std::filesystem::remove(scratch / "again.gguf");
     std::filesystem::remove(scratch / "rotations.gguf");
 }

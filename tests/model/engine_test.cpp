@@ -153,11 +153,13 @@ TEST(ChunkInvariance, AForkContinuesAsItsOriginal) {
 
 TEST(State, RestoredSequenceContinuesBitForBit) {
     quiet_log();
-    for (const char* name : {kSmolLM2, kGemma3}) {
+    for (const auto& [name, form] : {std::pair{kSmolLM2, SlidingForm::bf16}, {kGemma3, SlidingForm::bf16}, {kGemma3, SlidingForm::q8}}) {
         const auto model = load_model(model_path(name));
         const auto tokens = text_tokens(model.get(), "prose", 800);
-        const auto a = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, kv("quarot:paper"));
-        const auto b = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, kv("quarot:paper"));
+        KvOptions options = kv("quarot:paper");
+        options.sliding = form;
+        const auto a = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, options);
+        const auto b = new_context(model.get(), {.n_ctx = 1024, .n_ubatch = 256}, options);
         for (int at = 0; at < 750; at += 250) { decode(a.get(), std::span(tokens).subspan(at, 250), at, true); }
         auto state = state_of(a.get(), 0);
         ASSERT_EQ(llama_state_seq_set_data(b.get(), state.data(), state.size(), 0), state.size());
@@ -169,6 +171,51 @@ TEST(State, RestoredSequenceContinuesBitForBit) {
         state[state.size() / 2] ^= 1;
         EXPECT_EQ(llama_state_seq_set_data(b.get(), state.data(), state.size(), 0), 0u);
         EXPECT_EQ(state_of(b.get(), 0) == before, true) << "a damaged state must leave what was there";
+    }
+}
+
+// Everything that a window reads is coded, by kernels and by pages turned into numbers: 8 bits cost next to nothing, and the
+// kernels nothing of that. The window of 512 has its edge inside of blocks.
+TEST(SlidingWindows, OfEightBits) {
+    constexpr double kEightBits = 0.005, kKernels = 0.002;  // nats a token
+    quiet_log();
+    const auto model = load_model(model_path(kGemma3));
+    const int n = 640, step = 64;
+    const auto tokens = text_tokens(model.get(), "prose", n);
+    const auto outputs = [&](SlidingForm form, const std::string& attention) {
+        KvOptions options = kv("bf16");
+        options.sliding = form;
+        options.attention = attention;
+        const auto context = new_context(model.get(), {.n_ctx = n, .n_ubatch = step}, options);
+        std::vector<std::vector<float>> rows;
+        for (int at = 0; at < n; at += step) {
+            const bool counts = at >= n - 2 * step;
+            decode(context.get(), std::span(tokens).subspan(at, step), at, !counts);
+            for (int i = 0; counts && i < step; ++i) { rows.push_back(logits(context.get(), i)); }
+        }
+        return rows;
+    };
+    const auto exact = outputs(SlidingForm::bf16, "auto"), coded = outputs(SlidingForm::q8, "auto"),
+               decoded = outputs(SlidingForm::q8, "decoded");
+    EXPECT_LT(mean_divergence(exact, coded), kEightBits) << "decoded " << mean_divergence(exact, decoded);
+    EXPECT_LT(mean_divergence(decoded, coded), kKernels);
+}
+
+TEST(SlidingWindows, TakeTheFormThatIsAskedFor) {
+    quiet_log();
+    const auto model = load_model(model_path(kGemma3));
+    KvOptions options = kv("had2");
+    for (const auto& [form, n_ctx, taken, words] :
+         {std::tuple{std::optional(SlidingForm::q8), 2048, SlidingForm::q8, "in 8 bits"},
+          {std::optional(SlidingForm::pages), 2048, SlidingForm::pages, "in pages of had2"},
+          {std::optional(SlidingForm::bf16), 2048, SlidingForm::bf16, "stay BF16"},
+          {std::optional<SlidingForm>(), 2048, SlidingForm::q8, "in 8 bits"}}) {
+        options.sliding = form;
+        const CacheConfig config = cache_geometry(*model, options, n_ctx, 1, 64);
+        EXPECT_EQ(sliding_form(config), taken);
+        EXPECT_THAT(describe(config), testing::HasSubstr(fmt::format("15 sliding-window layers (512 tokens) {}", words)));
+        const auto context = new_context(model.get(), {.n_ctx = n_ctx, .n_ubatch = 64}, options);
+        EXPECT_THAT(kv_properties(), testing::HasSubstr(fmt::format(R"("sliding_windows":{{"form":"{}","bytes":{{"bf16":)", name(taken))));
     }
 }
 

@@ -4,6 +4,7 @@
 #include "session.h"
 
 #include <crumb/error.h>
+#include <crumb/eval.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -84,6 +85,13 @@ inline double nll(const std::vector<float>& l, llama_token token) {
     double sum = 0;
     for (const float x : l) { sum += std::exp(double(x) - m); }
     return std::log(sum) + m - l[token];
+}
+
+// KL(base || other), nats a token.
+inline double mean_divergence(const std::vector<std::vector<float>>& base, const std::vector<std::vector<float>>& other) {
+    DivergenceSum sum;
+    for (size_t i = 0; i < base.size(); ++i) { sum.add(base[i], other[i], 0); }
+    return sum.result().mean_kld.value;
 }
 
 inline std::vector<llama_token> greedy(llama_context* context, int position, int n) {

@@ -12,10 +12,12 @@ import unittest
 import server
 from server import CRUMB, MODEL, TEXT, Server
 
-CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "--metrics", "--slots"]
+CONTEXT = 256
+SHORT = ["--kv-sink", "16", "--kv-recent", "32", "-c", str(4 * CONTEXT), "--metrics", "--slots"]  # so three pages of codes fit in
+CODED = ["--kv", "quarot:paper", *SHORT]
 # Many at once: a batch of others changes a sum by its last bit, which may turn a code of two bits, and so a word much later.
-EXACT = ["--kv", "bf16", "--kv-recent", "64", "--metrics", "--slots"]
-CONTEXT = 512
+EXACT = ["--kv", "bf16", *SHORT]
+ALONE = ["-np", "1", "-c", str(CONTEXT)]
 
 
 class Shifts(unittest.TestCase):
@@ -66,30 +68,30 @@ class Shifts(unittest.TestCase):
         return dropped
 
     def test_the_text_of_fresh_requests(self):
-        self.assertEqual(len(self.same(self.server, 450, 420)), 2)
+        self.assertEqual(len(self.same(self.server, 225, 170)), 2)
 
     def test_tokens_that_are_kept(self):
-        for n, how in ((80, {"keep": 150}), (80, {"keep": -1}), (150, {"keep": 20, "discard": 70}), (54, {"keep": 5000})):
+        for n, how in ((40, {"keep": 75}), (40, {"keep": -1}), (70, {"keep": 10, "discard": 35}), (28, {"keep": 5000})):
             with self.subTest(how):
-                self.assertGreaterEqual(len(self.same(self.server, 460, n, **how)), 1)
+                self.assertGreaterEqual(len(self.same(self.server, 230, n, **how)), 1)
 
     def test_more_is_kept_than_there_is(self):
         """Also beside a token that begins every text, which llama.cpp counts with those that are kept."""
-        flags = ["-np", "1", "-c", "512", "--override-kv", "tokenizer.ggml.add_bos_token=bool:true"]
+        flags = [*ALONE, "--override-kv", "tokenizer.ggml.add_bos_token=bool:true"]
         with Server(*CODED, *flags, "--kv-shift", "reprefill") as server:
             # prompts of tokens are taken as they are: all but the last three stay, whatever is asked beyond that
-            replies = [self.shifted(server, self.ids[:500], 20, keep=keep)["tokens"] for keep in (2 ** 31 - 1, 2 ** 31 - 2, 508)]
-        self.assertEqual(replies, [self.fresh(self.ids[:500], 20, keep=508)[0]] * 3)
+            replies = [self.shifted(server, self.ids[:250], 10, keep=keep)["tokens"] for keep in (2 ** 31 - 1, 2 ** 31 - 2, CONTEXT - 4)]
+        self.assertEqual(replies, [self.fresh(self.ids[:250], 10, keep=CONTEXT - 4)[0]] * 3)
 
     def test_several_answers_to_one_prompt(self):
-        expected, dropped, _ = self.fresh(self.ids[:450], 120)
+        expected, dropped, _ = self.fresh(self.ids[:225], 60)
         before = self.counted(self.server)[0]
-        replies = self.shifted(self.server, self.ids[:450], 120, n_cmpl=2)
+        replies = self.shifted(self.server, self.ids[:225], 60, n_cmpl=2)
         self.assertEqual([reply["tokens"] for reply in replies], [expected] * 2)
         self.assertEqual(self.counted(self.server)[0] - before, 2 * len(dropped))
 
     def test_four_at_once(self):
-        jobs = [(self.ids[i:i + 440 + 10 * i], 80 + 20 * i) for i in range(4)]
+        jobs = [(self.ids[i:i + 215 + 5 * i], 50 + 10 * i) for i in range(4)]
         with Server(*EXACT, "--kv-shift", "reprefill") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
             replies = list(pool.map(lambda job: self.shifted(server, *job)["tokens"], jobs))
         with Server(*EXACT) as plain:
@@ -97,13 +99,13 @@ class Shifts(unittest.TestCase):
                 self.assertEqual(tokens, self.fresh(*job, plain=plain)[0])
 
     def test_the_prompt_is_found_again(self):
-        first = self.shifted(self.server, self.ids[:480], 60, id_slot=0)
-        self.assertEqual(self.shifted(self.server, self.ids[:480], 60, id_slot=0)["tokens"], first["tokens"])
+        first = self.shifted(self.server, self.ids[:240], 30, id_slot=0)
+        self.assertEqual(self.shifted(self.server, self.ids[:240], 30, id_slot=0)["tokens"], first["tokens"])
         self.assertEqual(self.server.metrics()["crumb:kv_tokens_aged_early_total"], 0)
 
     def test_who_goes_away_leaves_nothing(self):
-        body = {"prompt": self.ids[:500], "n_predict": -1, "ignore_eos": True, "temperature": 0}
-        for n in (11, 12, 13, 14):  # some leave while what is behind the gap is computed
+        body = {"prompt": self.ids[:250], "n_predict": -1, "ignore_eos": True, "temperature": 0}
+        for n in (5, 6, 7, 8):  # some leave while what is behind the gap is computed
             for i, _ in enumerate(self.server.events("/completion", body)):
                 if i == n:
                     break
@@ -112,37 +114,37 @@ class Shifts(unittest.TestCase):
         self.server.erase()
         metrics = self.server.metrics()
         self.assertEqual((metrics["crumb:kv_pages_in_use"], metrics["crumb:kv_cache_bytes_in_use"]), (0, 0))
-        self.same(self.server, 500, 40)
+        self.same(self.server, 250, 20)
 
     def test_little_memory(self):
-        flags = [*EXACT, "-np", "2", "-c", "512", "-b", "256", "-ub", "128", "--kv-shift", "reprefill", "--kv-memory"]
+        flags = [*EXACT, "-np", "2", "-c", str(CONTEXT), "-b", "256", "-ub", "128", "--kv-shift", "reprefill", "--kv-memory"]
         said = subprocess.run([CRUMB, "serve", "-m", MODEL, *flags, "1M"], capture_output=True, text=True, timeout=120)
         least = int(re.search(r"give at least (\d+)M", said.stderr + said.stdout)[1])
-        jobs = [(self.ids[i:460 + i], 120) for i in range(3)]
+        jobs = [(self.ids[i:230 + i], 60) for i in range(3)]
         with Server(*EXACT) as plain:
             alone = [self.fresh(*job, plain=plain)[0] for job in jobs]
-        with Server(*flags, f"{least + 14}M") as server:
+        with Server(*flags, f"{least + 3}M") as server:
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 for job, right in zip([pool.submit(self.shifted, server, *job) for job in jobs], alone):
                     self.assertEqual(job.result()["tokens"], right)  # one waits until there is room
-                for job in [pool.submit(self.shifted, server, self.ids[i:400 + i], 250) for i in range(2)]:
-                    self.assertGreater(job.result()["tokens_predicted"], 100)  # ends where there is no more room
+                for job in [pool.submit(self.shifted, server, self.ids[i:200 + i], 120) for i in range(2)]:
+                    self.assertGreater(job.result()["tokens_predicted"], 50)  # ends where there is no more room
             self.assertEqual(server.call("/health")["status"], "ok")
             server.erase()
             self.assertEqual(server.metrics()["crumb:kv_pages_in_use"], 0)
 
     def test_a_draft_model(self):
-        with Server(*CODED, "--kv-shift", "reprefill", "-md", MODEL, "--spec-draft-n-max", "4", "--spec-type", "draft-simple", "-np", "1", "-c", "512") as server:
-            self.assertGreater(len(self.same(server, 480, 60)), 0)
+        with Server(*CODED, "--kv-shift", "reprefill", "-md", MODEL, "--spec-draft-n-max", "4", "--spec-type", "draft-simple", *ALONE) as server:
+            self.assertGreater(len(self.same(server, 240, 30)), 0)
 
     def test_what_is_checked_goes_on(self):
-        with Server(*CODED, "--kv-shift", "reprefill", "--kv-verify", "4", "-np", "1", "-c", "512") as server:
-            self.same(server, 490, 40)
+        with Server(*CODED, "--kv-shift", "reprefill", "--kv-verify", "4", *ALONE) as server:
+            self.same(server, 245, 20)
             self.assertGreater(server.metrics()["crumb:kv_verify_rows_total"], 0)
 
     def test_without_it(self):
-        reply = self.plain.call("/v1/completions", {"prompt": self.ids[:500], "max_tokens": 100, "ignore_eos": True})
-        self.assertEqual((reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]), ("length", CONTEXT - 500))
+        reply = self.plain.call("/v1/completions", {"prompt": self.ids[:250], "max_tokens": 100, "ignore_eos": True})
+        self.assertEqual((reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]), ("length", CONTEXT - 250))
         self.assertEqual(self.counted(self.plain), [0, 0, 0])
         for command, flags, words in (("serve", ["--context-shift"], "--kv-shift reprefill"), ("serve", ["--kv-shift", "slide"], "refuse or reprefill"),
                                       ("run", ["--kv-shift", "reprefill"], "for crumb serve")):

@@ -95,7 +95,7 @@ Side coded_side(const SideFormat& format, const SideTables& tables, const std::v
             .codes = codes,
             .scales = info,
             .mean_codes = mean,
-            .map = &map.data()->bits,
+            .map = map.empty() ? nullptr : &map.data()->bits,
             .ones = data_or_null(tables.ones),
             .mean = data_or_null(tables.mean),
             .mean_step = data_or_null(tables.mean_step),

@@ -22,7 +22,7 @@ struct Side {
     size_t codes = 0;  // offsets in the page
     size_t scales = 0;
     size_t mean_codes = 0;
-    const uint16_t* map = nullptr;     // BF16: K [dim][planes], V [planes][dim]
+    const uint16_t* map = nullptr;     // BF16: K [dim][planes], V [planes][dim]; null: plane d dim + c is digit d of channel c
     const float* ones = nullptr;       // [dim] or null
     const float* mean = nullptr;       // [dim] or null
     const float* mean_step = nullptr;  // [dim] or null

@@ -301,6 +301,9 @@ void to_rows(const Item& item, const Scratch& scratch, int n) {
     scratch.q_unit[n] = largest / top;
 }
 
+// What a unit of a digit is worth.
+float digit_value(int digit) { return float(1 << 2 * digit); }
+
 // A query that is not finite becomes NaN as a whole: the row has no answer, whichever tokens it sees.
 void queries(const Item& item, const Scratch& scratch) {
     const Side& k = item.coded.k;
@@ -324,7 +327,15 @@ void queries(const Item& item, const Scratch& scratch) {
         return;
     }
     __builtin_memset(scratch.q_codes, 0, item.n * k.planes * sizeof(float));
-    multiply(item.n, dim, k.planes, scratch.q, dim, k.map, k.planes, scratch.q_codes, k.planes);
+    if (k.map) {
+        multiply(item.n, dim, k.planes, scratch.q, dim, k.map, k.planes, scratch.q_codes, k.planes);
+    } else {
+        for (int n = 0; n < item.n; n++) {
+            for (int first = 0; first + dim <= k.planes; first += dim) {
+                add_scaled(scratch.q_codes + n * k.planes + first, dim, digit_value(first / dim), scratch.q + n * dim);
+            }
+        }
+    }
     for (int n = 0; n < item.n; n++) {
         to_rows(item, scratch, n);
     }
@@ -426,8 +437,16 @@ void finish(const Item& item, float* partials) {
                 store(partial + p, load<Floats>(partial + p) - offset);
             }
         }
-        multiply(item.n, v.planes, dim, partials, item.partial_stride, v.map, dim, partials + v.planes,
-                 item.partial_stride);
+        if (v.map) {
+            multiply(item.n, v.planes, dim, partials, item.partial_stride, v.map, dim, partials + v.planes,
+                     item.partial_stride);
+        }
+        for (int n = 0; n < item.n && !v.map; n++) {
+            float* partial = partial_of(item, partials, n);
+            for (int first = 0; first + dim <= v.planes; first += dim) {
+                add_scaled(partial + v.planes, dim, digit_value(first / dim), partial + first);
+            }
+        }
     }
     for (int n = 0; n < item.n; n++) {
         float* partial = partial_of(item, partials, n);

@@ -16,6 +16,20 @@ bool wants_long_queries(const SideTables& k) {
     return k.format.dim >= kLongQueryDim || (most != k.digits.end() && *most >= kLongQueryDigits);
 }
 
+// Whether plane d dim + c is digit d of channel c, and what is left padding: no matrix is needed for that.
+bool is_plain(const SideTables& tables) {
+    const size_t dim = size_t(tables.format.dim), planes = size_t(tables.format.planes), used = planes / dim * dim;
+    for (size_t p = 0; p < planes; p++) {
+        const float digit = p < used ? float(1 << 2 * (p / dim)) : 0.0f;
+        for (size_t c = 0; c < dim; c++) {
+            if (tables.decode[p * dim + c] != (c == p % dim ? digit : 0.0f)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 size_t map_bytes(const SideFormat& k, const SideFormat& v) {
     return sizeof(bf16) * (size_t(k.dim) * k.planes + size_t(v.planes) * v.dim);
 }
@@ -29,14 +43,17 @@ AttentionMaps attention_maps(std::span<const HeadTables> tables) {
     for (const HeadTables& head : tables) {
         const size_t dim = size_t(head.k.format.dim), planes = size_t(head.k.format.planes);
         AttentionMaps::Head packed;
-        packed.k.resize(dim * planes);
-        for (size_t p = 0; p < planes; p++) {
+        const bool plain_k = is_plain(head.k), plain_v = is_plain(head.v);
+        packed.k.resize(plain_k ? 0 : dim * planes);
+        for (size_t p = 0; p < planes && !plain_k; p++) {
             for (size_t c = 0; c < dim; c++) {
                 packed.k[c * planes + p] = to_bf16(head.k.decode[p * dim + c]);
             }
         }
-        std::transform(head.v.decode.begin(), head.v.decode.end(), std::back_inserter(packed.v), to_bf16);
-        CRUMB_ASSERT((packed.k.size() + packed.v.size()) * sizeof(bf16) == map_bytes(head.k.format, head.v.format));
+        if (!plain_v) {
+            std::transform(head.v.decode.begin(), head.v.decode.end(), std::back_inserter(packed.v), to_bf16);
+        }
+        CRUMB_ASSERT(plain_k || plain_v || (packed.k.size() + packed.v.size()) * sizeof(bf16) == map_bytes(head.k.format, head.v.format));
         maps.heads.push_back(std::move(packed));
         if (wants_long_queries(head.k)) {
             maps.query_bits = 15;
