@@ -68,10 +68,10 @@ class Shifts(unittest.TestCase):
         return dropped
 
     def test_the_text_of_fresh_requests(self):
-        self.assertEqual(len(self.same(self.server, 225, 170)), 2)
+        self.assertEqual(len(self.same(self.server, 250, 140)), 2)
 
     def test_tokens_that_are_kept(self):
-        for n, how in ((40, {"keep": 75}), (40, {"keep": -1}), (70, {"keep": 10, "discard": 35}), (28, {"keep": 5000})):
+        for n, how in ((35, {"keep": 75}), (40, {"keep": -1}), (70, {"keep": 10, "discard": 35}), (28, {"keep": 5000})):
             with self.subTest(how):
                 self.assertGreaterEqual(len(self.same(self.server, 230, n, **how)), 1)
 
@@ -84,14 +84,14 @@ class Shifts(unittest.TestCase):
         self.assertEqual(replies, [self.fresh(self.ids[:250], 10, keep=CONTEXT - 4)[0]] * 3)
 
     def test_several_answers_to_one_prompt(self):
-        expected, dropped, _ = self.fresh(self.ids[:225], 60)
+        expected, dropped, _ = self.fresh(self.ids[:240], 30)
         before = self.counted(self.server)[0]
-        replies = self.shifted(self.server, self.ids[:225], 60, n_cmpl=2)
+        replies = self.shifted(self.server, self.ids[:240], 30, n_cmpl=2)
         self.assertEqual([reply["tokens"] for reply in replies], [expected] * 2)
         self.assertEqual(self.counted(self.server)[0] - before, 2 * len(dropped))
 
     def test_four_at_once(self):
-        jobs = [(self.ids[i:i + 215 + 5 * i], 50 + 10 * i) for i in range(4)]
+        jobs = [(self.ids[i:i + 235 + 4 * i], 25 + 5 * i) for i in range(4)]
         with Server(*EXACT, "--kv-shift", "reprefill") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
             replies = list(pool.map(lambda job: self.shifted(server, *job)["tokens"], jobs))
         with Server(*EXACT) as plain:
@@ -120,15 +120,15 @@ class Shifts(unittest.TestCase):
         flags = [*EXACT, "-np", "2", "-c", str(CONTEXT), "-b", "256", "-ub", "128", "--kv-shift", "reprefill", "--kv-memory"]
         said = subprocess.run([CRUMB, "serve", "-m", MODEL, *flags, "1M"], capture_output=True, text=True, timeout=120)
         least = int(re.search(r"give at least (\d+)M", said.stderr + said.stdout)[1])
-        jobs = [(self.ids[i:230 + i], 60) for i in range(3)]
+        jobs = [(self.ids[i:230 + i], 40) for i in range(3)]
         with Server(*EXACT) as plain:
             alone = [self.fresh(*job, plain=plain)[0] for job in jobs]
         with Server(*flags, f"{least + 3}M") as server:
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 for job, right in zip([pool.submit(self.shifted, server, *job) for job in jobs], alone):
                     self.assertEqual(job.result()["tokens"], right)  # one waits until there is room
-                for job in [pool.submit(self.shifted, server, self.ids[i:200 + i], 120) for i in range(2)]:
-                    self.assertGreater(job.result()["tokens_predicted"], 50)  # ends where there is no more room
+                for job in [pool.submit(self.shifted, server, self.ids[i:225 + i], 70) for i in range(2)]:
+                    self.assertGreater(job.result()["tokens_predicted"], 31)  # ends where there is no more room
             self.assertEqual(server.call("/health")["status"], "ok")
             server.erase()
             self.assertEqual(server.metrics()["crumb:kv_pages_in_use"], 0)
