@@ -82,7 +82,14 @@ std::vector<HeadTables> random_tables(const PageFormat& format, int n_head_kv) {
         return t;
     };
     std::vector<HeadTables> heads;
-    for (int h = 0; h < n_head_kv; h++) heads.push_back({side(format.k), side(format.v)});
+    for (int h = 0; h < n_head_kv; h++) {
+        heads.push_back({side(format.k), side(format.v)});
+        if (format.planar()) continue;
+        for (SideTables* t : {&heads.back().k, &heads.back().v}) {  // plane p codes direction p
+            t->direction.resize(size_t(t->format.planes)), t->digit.assign(t->direction.size(), 0), t->digits.assign(size_t(t->format.dim), 1);
+            std::iota(t->direction.begin(), t->direction.end(), 0);
+        }
+    }
     return heads;
 }
 
@@ -147,9 +154,10 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
 
     // Tables of the step. Blocks lie in any order in their pools; between sinks and window there are no exact ones.
     const auto blocks = [](int tokens) { return size_t((tokens + 63) / 64); };
+    const auto pages_of = [&](int tokens) { return size_t((tokens + format.tokens - 1) / format.tokens); };
     const auto edge_of = [](int tokens) { return std::max(0, tokens - kRecent) / 64 * 64; };
     size_t n_blocks = 0, pages = 0, windows = 0;
-    for (int n : shape.contexts) n_blocks = std::max(n_blocks, blocks(n)), pages += blocks(n);
+    for (int n : shape.contexts) n_blocks = std::max(n_blocks, blocks(n)), pages += pages_of(n);
     std::vector<u32> coded_ids(n_blocks * shape.contexts.size()), exact_ids(coded_ids.size(), kNoBlock), order(pages);
     std::vector<QueryRow> rows;
     double bytes = 0;
@@ -159,11 +167,11 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     for (size_t b = 0, next = 0; b < shape.contexts.size(); b++) {
         const int tokens = shape.contexts[b], edge = edge_of(tokens);
         rows.push_back({u32(b), u32(b), tokens - 1, 0, edge, tokens});
+        for (size_t i = 0; i < pages_of(tokens); i++) coded_ids[b * n_blocks + i] = order[next++];
         for (size_t i = 0; i < blocks(tokens); i++) {
-            coded_ids[b * n_blocks + i] = order[next++];
             const bool exact = i == 0 || int(i) >= edge / 64;
             if (exact) exact_ids[b * n_blocks + i] = u32(windows++);
-            bytes += exact ? double(exact_stride) : double(coded_stride);
+            bytes += exact ? double(exact_stride) : double(coded_stride) * kPageTokens / format.tokens;
         }
     }
     const int layers = std::max(2, std::min(64, int(3e8 / bytes) + 1));
@@ -200,7 +208,7 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     plan(chosen, launch_plan, step, tables, memory, nullptr);
     attend(chosen, step, tables, data, memory, nullptr);
     const size_t own = blocks(shape.contexts[0]);
-    const double error = check(format, shape, head_tables, data, {coded_ids.begin(), coded_ids.begin() + own},
+    const double error = check(format, shape, head_tables, data, {coded_ids.begin(), coded_ids.begin() + long(pages_of(shape.contexts[0]))},
                                {exact_ids.begin(), exact_ids.begin() + own}, rows[0], q, machine);
     const int launches = std::max(layers, 8);
     const double us = median_us(launches, [&](cudaStream_t s, int i) { attend(chosen, step, tables, layer(i), memory, s); });
@@ -209,14 +217,14 @@ void decode_row(const std::vector<Kernels>& kernels, const Shape& shape, double 
     const double output_us = median_us(launches, [&](cudaStream_t s, int i) { map_outputs(chosen, step, tables, layer(i), memory, s); });
     const double plan_us = median_us(8, [&](cudaStream_t s, int) { plan(chosen, launch_plan, step, tables, memory, s); });
     const double share = bytes / pages_us / 1e6 / roof;
-    std::printf("{\"bench\":\"decode\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"heads\":\"%d/%d\",\"batch\":%d,"
+    std::printf("{\"bench\":\"decode\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"group\":%d,\"gain\":%s,\"heads\":\"%d/%d\",\"batch\":%d,"
                 "\"context\":%d,\"name\":\"%s\",\"us\":%.2f,\"pages_us\":%.2f,\"query_us\":%.2f,\"output_us\":%.2f,\"plan_us\":%.2f,"
                 "\"bytes\":%.0f,\"tbs\":%.3f,\"roof\":%.3f,\"error\":%.2e}\n",
-                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", shape.n_head,
-                shape.n_head_kv, shape.batch(), shape.contexts[0], shape.name, us, pages_us, query_us, output_us, plan_us, bytes,
+                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", format.k.group,
+                format.k.token_gain ? "true" : "false", shape.n_head, shape.n_head_kv, shape.batch(), shape.contexts[0], shape.name, us, pages_us, query_us, output_us, plan_us, bytes,
                 bytes / pages_us / 1e6, share, error);
-    std::fprintf(stderr, "d%d k%d v%d info%d%s %3d/%d B=%-3d %7d%s %9.2f us  pages %9.2f us (%3.0f %%)  maps %5.2f + %5.2f  plan %5.2f  error %.1e\n",
-                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? " mean" : "", shape.n_head,
+    std::fprintf(stderr, "d%d k%d v%d info%d%s g%d %3d/%d B=%-3d %7d%s %9.2f us  pages %9.2f us (%3.0f %%)  maps %5.2f + %5.2f  plan %5.2f  error %.1e\n",
+                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? " mean" : format.k.token_gain ? " gain" : "", format.k.group, shape.n_head,
                  shape.n_head_kv, shape.batch(), shape.contexts[0], shape.name, us, pages_us, 100 * share, query_us, output_us,
                  plan_us, error);
     std::fflush(stdout);
@@ -281,7 +289,7 @@ void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv,
     double pairs = 0;
     for (const QueryRow& row : rows) pairs += row.end;
     const double tflops = 4.0 * pairs * n_head * format.k.dim / us / 1e6;
-    std::printf("{\"bench\":\"prefill\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"heads\":\"%d/%d\",\"rows\":%d,"
+    std::printf("{\"bench\":\"prefill\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"group\":%d,\"gain\":%s,\"heads\":\"%d/%d\",\"rows\":%d,"
                 "\"depth\":%d,\"us\":%.2f,\"unpack_us\":%.2f,\"plan_us\":%.2f,\"tflops\":%.1f,\"workspace\":%zu,\"error\":%.2e}\n",
                 format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", n_head, n_head_kv, n,
                 depth, us, unpack_us, plan_us, tflops, prefill_workspace(shape).bytes, error);
@@ -357,6 +365,7 @@ std::vector<Shape> shapes_of(const PageFormat& f, bool quick) {
     constexpr int k8 = 8192, k32 = 32768, k128 = 131072;
     const bool main_format = f.k.dim == 128 && f.k.info == SideInfo::scale_zero && f.k.planes == 128;
     if (quick) return {{32, 8, 1, k32}, {32, 8, 32, k32}};
+    if (f.k.info == SideInfo::channels) return {{32, 8, 1, k8}, {32, 8, 1, k32}, {32, 8, 1, k128}, {32, 8, 16, k32}, {32, 8, 32, k128}};
     if (!main_format) return {{32, 8, 1, k32}, {32, 8, 1, k128}, {32, 8, 32, k128}};
     std::vector<Shape> shapes = {ragged()};
     for (const auto& [batch, context] : {std::pair(1, k8), {1, k32}, {1, k128}, {1, 8 * k128}, {16, k32}, {32, k32}, {32, k128}, {64, k8}}) {

@@ -18,7 +18,7 @@ __device__ u32 hash(size_t i) {
 
 // Where side information of a kind begins and ends, in words of a page.
 struct Region {
-    u32 begin, zeros, end;
+    u32 begin, zeros, gains, end;
     SideInfo info;
 };
 
@@ -27,7 +27,7 @@ __device__ bool plausible(const Region& r, u32 word, u32& value) {
     if (r.info == SideInfo::gain8) {
         value = 0x78787878u + (value & 0x0f0f0f0fu);  // 2^-0.5 .. 2^0.44
     } else {
-        const u32 sign = word >= r.zeros ? value & 0x80008000u : 0u;
+        const u32 sign = word >= r.zeros && word < r.gains ? value & 0x80008000u : 0u;
         value = sign | 0x38003800u | (value & 0x00ff00ffu);  // FP16 of 0.5 .. 0.62
     }
     return true;
@@ -59,18 +59,17 @@ __global__ void read_all(const uint4* from, uint4* to, size_t n) {
     if (s.x == 0x12345678u && s.y == 1) { *to = s; }
 }
 
-Region region(const SideFormat& side, size_t info) {
-    const u32 begin = u32(info / 4);
-    const u32 zeros = side.info == SideInfo::scale_zero ? begin + 32 : ~0u;
-    const u32 bytes = side.info == SideInfo::scale_zero ? 256 : side.info == SideInfo::gain16 ? 128 : 64;
-    return {begin, zeros, begin + bytes / 4, side.info};
+Region region(const SideFormat& side, size_t info, int tokens) {
+    const InfoLayout at = info_layout(side, tokens);
+    const auto word = [&](size_t byte) { return u32((info + byte) / 4); };
+    return {word(0), word(at.zero), word(at.token_gain), word(at.bytes), side.info};
 }
 
 }  // namespace
 
 void fill_pages(std::byte* pages, size_t n_pages, const PageFormat& format) {
     fill<<<2048, 256>>>(reinterpret_cast<u32*>(pages), n_pages * format.bytes() / 4, u32(format.bytes() / 4),
-                        region(format.k, format.key_info()), region(format.v, format.value_info()));
+                        region(format.k, format.key_info(), format.tokens), region(format.v, format.value_info(), format.tokens));
 }
 
 void fill_exact(std::byte* memory, size_t bytes) { fill_bf16<<<2048, 256>>>(reinterpret_cast<u32*>(memory), bytes / 4); }

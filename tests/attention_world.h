@@ -46,10 +46,25 @@ inline SideTables random_tables(const SideFormat& format, Random& random, bool m
     return tables;
 }
 
+// Scales, zeros and gains of groups.
+inline void fill_groups(const SideFormat& side, int tokens, Random& random, std::byte* info) {
+    const InfoLayout at = info_layout(side, tokens);
+    const auto put = [&](size_t from, size_t to, auto value) {
+        for (; from < to; from += 2) {
+            const fp16 x = to_fp16(value());
+            std::memcpy(info + from, &x, 2);
+        }
+    };
+    put(at.scale, at.zero, [&] { return std::exp(0.5f * normal(random)); });
+    put(at.zero, at.token_gain, [&] { return normal(random); });
+    put(at.token_gain, at.bytes, [&] { return std::exp(0.5f * normal(random)); });
+}
+
 // A page of random codes with plausible side information.
 inline void fill_codes(const PageFormat& format, Random& random, std::byte* page) {
     for (size_t i = 0; i < format.bytes(); i++) page[i] = std::byte(random());
     const auto info = [&](const SideFormat& side, size_t at) {
+        if (!format.planar()) return fill_groups(side, format.tokens, random, page + at);
         for (int t = 0; t < kPageTokens; t++) {
             const fp16 scale = to_fp16(std::exp(0.5f * normal(random))), zero = to_fp16(normal(random));
             if (side.info == SideInfo::gain8) page[at + t] = std::byte(128 + int(8 * normal(random)));
@@ -75,12 +90,18 @@ class World {
     std::vector<HeadTables> tables;
     AttentionMaps maps;
     Random random{1};
+    bool grouped_kernels = false;  // formats with groups are read by kernels in place: below
     bool bf16_products = false;  // queries, K, V and weights are rounded to BF16 before they meet, of exact tokens too
 
     // Pages of random codes.
     World(Shape shape, PageFormat format, bool means = false) : shape_(shape) {
         for (int h = 0; h < shape.n_head_kv; h++) {
             tables.push_back({random_tables(format.k, random, means), random_tables(format.v, random, means)});
+            if (format.planar()) continue;
+            for (SideTables* side : {&tables.back().k, &tables.back().v}) {  // plane p codes direction p
+                for (int p = 0; p < side->format.planes; p++) side->direction.push_back(uint16_t(p));
+                side->digit.assign(side->format.planes, 0), side->digits.assign(side->format.dim, 1);
+            }
         }
         set_layer(format);
         fill_page_ = [this](int, int, std::byte* page) { fill_codes(layer.format, random, page); };
@@ -193,6 +214,10 @@ class World {
     //                    differ from token to token, so they reach the output by the root of the sum of squared weights
     //   weights          half a 127th of a page's largest a token, times the largest centred value of a code
     //   BF16 map of the values
+    // With grouped_kernels, for formats whose parameters belong to groups:
+    //   logits of codes  FP16 query and its products with scales, 2^-11 of |q| |k|, and 2^-18 of the query and the token's gain where scales
+    //                    are small
+    //   weights          as above
     // With bf16_products: a BF16 query and key instead, and BF16 weights and values.
     Result reference(const std::vector<QueryRow>& rows, int sink) const {
         const AttentionPlan plan(rows, sink);
@@ -332,6 +357,7 @@ class World {
         decode_keys(format, tables[head].k, page, k);
         decode_values(format, tables[head].v, page, v);
         std::copy(k.begin(), k.end(), keys);
+        if (format.coded() && !format.planar()) return measure_groups(format, head, page, k, v, sizes);
         const auto page_mean = [&](const SideFormat& side, const SideTables& t, size_t at, int c) {
             return side.mean ? double(int8_t(page[at + c])) * t.mean_step[c] : 0.0;
         };
@@ -355,6 +381,47 @@ class World {
                 sizes[t].value = std::max(sizes[t].value, x.sum);
                 if (info_v.scale > 0) sizes[t].unit_v = std::max(sizes[t].unit_v, x.codes / info_v.scale);
             }
+        }
+    }
+
+    // The same page without zeros says what codes are.
+    void measure_groups(const PageFormat& format, int head, const std::byte* page, const std::vector<float>& k, const std::vector<float>& v,
+                        Size* sizes) const {
+        std::vector<std::byte> bare(page, page + format.bytes());
+        const InfoLayout at_k = info_layout(format.k, format.tokens), at_v = info_layout(format.v, format.tokens);
+        const auto clear = [&](size_t info, const InfoLayout& at) {
+            std::memset(&bare[info + at.zero], 0, at.token_gain - at.zero);
+        };
+        clear(format.key_info(), at_k), clear(format.value_info(), at_v);
+        std::vector<float> codes_k(k.size()), codes_v(v.size());
+        decode_keys(format, tables[head].k, bare.data(), codes_k);
+        decode_values(format, tables[head].v, bare.data(), codes_v);
+        const auto half = [&](size_t at) {
+            fp16 x;
+            std::memcpy(&x, page + at, 2);
+            return double(to_float(x));
+        };
+        const size_t groups = (at_v.zero - at_v.scale) / 2 / size_t(format.tokens);
+        for (int t = 0; t < format.tokens; t++) {
+            Size& size = sizes[t];
+            double length = 0, codes = 0;
+            for (int c = 0; c < shape_.dim_k; c++) {
+                const size_t i = size_t(t) * shape_.dim_k + c;
+                const double mean = tables[head].k.mean.empty() ? 0 : tables[head].k.mean[c];
+                length += std::pow(std::abs(codes_k[i] - mean) + std::abs(k[i] - codes_k[i]) + std::abs(mean), 2);
+            }
+            size.key = std::sqrt(length);
+            size.scale_k = format.k.token_gain ? half(format.key_info() + at_k.token_gain + 2 * size_t(t)) : 1;
+            for (size_t g = 0; g < groups; g++) {
+                size.scale_v = std::max(size.scale_v, half(format.value_info() + at_v.scale + 2 * (g * size_t(format.tokens) + size_t(t))));
+            }
+            for (int c = 0; c < shape_.dim_v; c++) {
+                const size_t i = size_t(t) * shape_.dim_v + c;
+                const double mean = tables[head].v.mean.empty() ? 0 : tables[head].v.mean[c];
+                codes = std::max(codes, std::abs(codes_v[i] - mean));
+                size.value = std::max(size.value, std::abs(codes_v[i] - mean) + std::abs(v[i] - codes_v[i]) + std::abs(mean));
+            }
+            if (size.scale_v > 0) size.unit_v = codes / size.scale_v;
         }
     }
 
@@ -388,8 +455,9 @@ class World {
         double length = 0;
         for (int c = 0; c < shape_.dim_k; c++) length += double(x[c]) * x[c];
         length = std::sqrt(length) * layer.scale;
-        const bool coded_layer = layer.format.coded() && layer.format.planar();  // the decoded path is all floats
-        const double unit = coded_layer ? query_unit(x, t.k) * layer.scale : 0;
+        const bool planar = layer.format.coded() && layer.format.planar();
+        const bool coded_layer = planar || (layer.format.coded() && grouped_kernels);  // the decoded path is all floats
+        const double unit = planar ? query_unit(x, t.k) * layer.scale : 0;
         const double slope = layer.alibi_max_bias > 0 ? alibi_slope(layer.alibi_max_bias, layer.n_head, head) : 0.0;
         const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0);  // standard deviations
 
@@ -409,9 +477,9 @@ class World {
             if (layer.softcap > 0) logit = layer.softcap * std::tanh(logit / layer.softcap);
             logits.push_back(logit - slope * std::abs(row.position - j));
             const bool codes = coded && coded_layer;
-            const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * unit * size.scale_k;
+            const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * (planar ? unit : 0x1p-18 * length) * size.scale_k;
             errors.push_back(bf16_products ? 2 * bf16_error * std::sqrt(squares)
-                             : codes       ? std::hypot(digits, bf16_error * length * size.key)
+                             : codes       ? std::hypot(digits, (planar ? 1.0 : 0.25) * bf16_error * length * size.key)
                                            : 0);
             steps.push_back(codes && !bf16_products ? size.scale_v * size.unit_v : 0);
             value = std::max(value, size.value), key = std::max(key, size.key);
@@ -446,7 +514,9 @@ class World {
             map = std::max(map, 1.5 * scale_v * std::sqrt(squares));
         }
         const double random = std::hypot(2 * value * std::sqrt(logit_error), std::sqrt(weight_error), bf16_error * map);
-        return std::min(value * (1e-5 + 2 * 16 * 0x1p-24 * length * key) + 6 * random, 2 * value);
+        // BF16 tiles of groups are made in quarters of FP16, which end at 2^-24.
+        const double least = bf16_products && layer.format.coded() && !planar ? 0x1p-20 : 0;
+        return std::min(value * (1e-5 + 2 * 16 * 0x1p-24 * length * key) + 6 * random, 2 * value) + least;
     }
 
     double scale_of(const QueryRow& row, int kv_head, size_t i) const {

@@ -35,6 +35,13 @@ TEST(CudaEncode, ManyLayersInOneLaunch) {
     for (const char* name : {"had2", "quarot:paper"}) expect_same_pages(machine, emulated_layers, find_recipe(name), 64, 64, kAllRows);
 }
 
+TEST(CudaEncode, ParametersOfGroups) {
+    EmulatedMachine machine;
+    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode, find_recipe(name), 64, 64, kAllRows);
+    const Rows kinds[] = {Rows::normal, Rows::huge, Rows::nonfinite};
+    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode, find_recipe(name), 128, 96, kinds);
+}
+
 TEST(CudaEncode, OtherHeadSizes) {
     EmulatedMachine machine;
     const Rows kinds[] = {Rows::normal, Rows::nonfinite};

@@ -1,5 +1,6 @@
 // The operands that lanes load from a page, against the map of page.h and the layout of mma.m16n8k32; bank conflicts.
 #include <crumb/page.h>
+#include <crumb/recipe.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -41,6 +42,19 @@ TEST(Offsets, AreThoseOfThePage) {
                 EXPECT_EQ(at.value_mean, f.value_mean());
                 EXPECT_EQ(at.bytes, f.bytes());
             }
+        }
+    }
+}
+
+TEST(Offsets, OfGroupsToo) {
+    for (const char* name : {"omni", "kivi32", "kivi128"}) {
+        for (const int dim : {64, 128, 256}) {
+            const PageFormat f = page_format(find_recipe(name), dim, dim);
+            const PageOffsets at = page_offsets(f);
+            EXPECT_EQ(at.value_codes, f.value_codes());
+            EXPECT_EQ(at.key_info, f.key_info());
+            EXPECT_EQ(at.value_info, f.value_info());
+            EXPECT_EQ(at.bytes, f.bytes());
         }
     }
 }

@@ -64,7 +64,7 @@ class Image {
             const SideTables& value = layer.tables[h].v;
             const EncodeTables encode_k = encode_tables(key), encode_v = encode_tables(value);
             write(at.heads, h, HeadArrays{put(key_map(key, compiled.k.planes)), put(key.ones), encode_k.mean, encode_k.mean_step, put(value_map(value, compiled.v.planes)),
-                                       put(value.ones), encode_v.mean, put(unmap_table(key)), put(unmap_table(value))});
+                                       put(value.ones), encode_v.mean, put(unmap_table(key, compiled.grouped())), put(unmap_table(value, compiled.grouped()))});
             write(at.constants, h, HeadConstants{std::log2(key.gain_reference), std::log2(value.gain_reference), encode_v.mean_step});
             write(at.k, h, encode_k);
             write(at.v, h, encode_v);
@@ -199,9 +199,11 @@ void store(const crumb_layer& layer, const crumb_rows& rows, void* stream) {
 
 // Whether the device's encoder has the stages of a side.
 bool has_stages(const SideRecipe& side, const SideTables& tables) {
-    const bool plain_range = side.quantiser == Quantiser::minmax && side.group == 0 && !side.integer_zero && side.shrink == 1.0f &&
-                             !side.channel_gain;
-    return (plain_range || side.quantiser == Quantiser::gain) &&
+    const bool range = side.quantiser == Quantiser::minmax && side.shrink == 1.0f && !side.channel_gain &&
+                       (side.clip == 1.0f || (side.group == 0 && !side.integer_zero));
+    const bool channels = side.quantiser == Quantiser::channels && side.shrink == 1.0f && side.boosted == 0 && side.outliers == 0 &&
+                          kPageTokens % side.group == 0 && (side.token_gain == TokenGain::none || side.token_gain == TokenGain::norm);
+    return (range || channels || side.quantiser == Quantiser::gain) && side.outliers == 0 &&
            std::ranges::find(tables.digit, kSharedDigit) == tables.digit.end();
 }
 

@@ -34,6 +34,7 @@ class Cases {
         }
         const StepShape shape = {.rows_per_tile = step.rows_per_tile, .n_head = world.layer.n_head, .n_head_kv = world.layer.n_head_kv};
         world.maps.query_bits = choose(kernels_, shape)->query_bits;
+        world.grouped_kernels = true;
         test::World::Result want = world.reference(rows, sink);
         for (float& budget : want.budget) budget *= kDeviceBudget;
         world.expect_near(run(world, rows, sink), want, what);
@@ -67,6 +68,32 @@ class Cases {
         step.rows_per_tile = per_sequence;
         expect_right(world, rows, 64, std::to_string(n_head) + "/" + std::to_string(n_head_kv) + " heads, " +
                                           std::to_string(per_sequence) + " rows");
+    }
+
+    // Pages that a recipe makes of data of all kinds.
+    void data(const char* recipe) {
+        const auto outliers = [](test::Random& random, int t, int c) {
+            return test::normal(random) * (t % 37 == 5 ? 30.0f : c % 29 == 3 ? 10.0f : 1.0f);
+        };
+        const std::pair<const char*, test::Data> kinds[] = {
+            {"random", test::plain},
+            {"offset", [](test::Random& random, int, int c) { return test::normal(random) + 20.0f * float(c % 3 - 1); }},
+            {"constant", [](test::Random&, int, int c) { return 0.5f * float(c % 5); }},
+            {"outliers", outliers},
+            {"zero", [](test::Random&, int, int) { return 0.0f; }},
+            {"large", [](test::Random& random, int t, int) { return test::normal(random) * (t % 50 == 7 ? 30000.0f : 300.0f); }},
+            {"tiny", [](test::Random& random, int, int) { return 1e-5f * test::normal(random); }},
+        };
+        for (const auto& [name, kind] : kinds) {
+            for (const float query : {0.3f, 20.0f}) {
+                test::World world({4, 1, format().k.dim, format().v.dim}, find_recipe(recipe), kind, kind);
+                world.add_sequence(330);
+                const auto rows = rows_at_end({330}, 2, 100);
+                world.make_queries(2, query);
+                step.rows_per_tile = 2;
+                expect_right(world, rows, 64, std::string(recipe) + ", data: " + name);
+            }
+        }
     }
 
     void softcap_and_sinks(int per_sequence = 1) {

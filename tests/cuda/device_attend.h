@@ -46,7 +46,7 @@ inline DeviceLayer put_tables(Machine& machine, const Kernels& kernels, std::spa
     for (const HeadTables& head : tables) {
         heads.push_back({put(key_map(head.k, kernels.compiled.k.planes)), put(head.k.ones), put(head.k.mean), put(head.k.mean_step),
                          put(value_map(head.v, kernels.compiled.v.planes)),
-                         put(head.v.ones), put(head.v.mean), machine.put(unmap_table(head.k)), machine.put(unmap_table(head.v))});
+                         put(head.v.ones), put(head.v.mean), machine.put(unmap_table(head.k, kernels.compiled.grouped())), machine.put(unmap_table(head.v, kernels.compiled.grouped()))});
         constants.push_back({std::log2(head.k.gain_reference), std::log2(head.v.gain_reference), put(head.v.mean_step)});
     }
     return {machine.put(heads), machine.put(constants)};

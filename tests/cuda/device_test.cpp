@@ -13,6 +13,7 @@ namespace crumb::cuda {
 namespace {
 
 std::string name_of_format(const PageFormat& f) {
+    if (f.k.info == SideInfo::channels) return fmt::format("d{}_groups_of_{}{}", f.k.dim, f.k.group, f.k.token_gain ? "_gain" : "");
     const char* info[] = {"none", "scale_zero", "gain16", "gain8"};
     return fmt::format("d{}_k{}_v{}_{}{}", f.k.dim, f.k.planes, f.v.planes, info[int(f.k.info)], f.k.mean && f.v.mean ? "_means" : f.k.mean ? "_mean" : "");
 }
@@ -54,6 +55,15 @@ TEST_P(DeviceDecode, DataThatHurts) {
     cases.softcap_and_sinks();
     cases.odd_queries();
     cases.odd_pages();
+}
+
+// Data of all kinds, by the recipes that have such pages.
+TEST_P(DeviceDecode, ShortDataOfRecipes) {
+    const PageFormat& f = kernels()[0].format;
+    if (f.planar()) GTEST_SKIP();
+    Cases cases(machine, kernels());
+    cases.step.blocks = 5;
+    cases.data(f.k.token_gain ? "omni:paper" : f.k.group == 32 ? "kivi32" : "kivi128");
 }
 
 // Chunks, if the format has the kernel.
@@ -98,6 +108,9 @@ TEST(DeviceEncode, ShortBytesAreThoseOfTheCpu) {
     for (const Recipe& recipe : encoder_recipes()) {
         for (const int dim : {64, 128, 256}) expect_same_pages(machine, launch_encode, recipe, dim, dim, kAllRows);
         expect_same_pages(machine, launch_encode, recipe, 128, 80, kAllRows);
+    }
+    for (const char* name : kGroupedRecipes) {
+        for (const int dim : {64, 128, 256}) expect_same_pages(machine, launch_encode, find_recipe(name), dim, dim, kAllRows);
     }
 }
 

@@ -179,7 +179,27 @@ void multiply(int (&d)[4], const u32 (&in)[6], bool signed_a, bool signed_b, con
     for (int i = 0; i < 4; i++) d[i] = int(u32(d[i]) + m.out[l][i]);
 }
 
-float half_of(u32 pair, int i) { return to_float(bf16{uint16_t(pair >> (16 * i))}); }
+float bf16_of(u32 pair, int i) { return to_float(bf16{uint16_t(pair >> (16 * i))}); }
+float fp16_of(u32 pair, int i) { return to_float(fp16{uint16_t(pair >> (16 * i))}); }
+
+void multiply(float (&d)[4], const u32 (&in)[6], float (*element)(u32, int), const char* what) {
+    Meeting& m = my_warp();
+    const int l = lane();
+    std::copy(in, in + 6, m.in[l]);
+    meet(m, what, [&] {
+        const Fragments f{m};
+        for (int row = 0; row < 16; row++) {
+            for (int column = 0; column < 8; column++) {
+                float sum = 0;
+                for (int word = 0; word < 8; word++) {
+                    for (int i = 0; i < 2; i++) sum += element(f.a(row, word), i) * element(f.b(column, word), i);
+                }
+                m.out[4 * (row % 8) + column / 2][2 * (row / 8) + column % 2] = std::bit_cast<u32>(sum);
+            }
+        }
+    });
+    for (int i = 0; i < 4; i++) d[i] += std::bit_cast<float>(m.out[l][i]);
+}
 
 }  // namespace
 
@@ -233,23 +253,10 @@ void mma_s8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 }
 
 void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    Meeting& m = my_warp();
-    const int l = lane();
-    const u32 in[6] = {a0, a1, a2, a3, b0, b1};
-    std::copy(in, in + 6, m.in[l]);
-    meet(m, "mma_bf16", [&] {
-        const Fragments f{m};
-        for (int row = 0; row < 16; row++) {
-            for (int column = 0; column < 8; column++) {
-                float sum = 0;
-                for (int word = 0; word < 8; word++) {
-                    for (int i = 0; i < 2; i++) sum += half_of(f.a(row, word), i) * half_of(f.b(column, word), i);
-                }
-                m.out[4 * (row % 8) + column / 2][2 * (row / 8) + column % 2] = std::bit_cast<u32>(sum);
-            }
-        }
-    });
-    for (int i = 0; i < 4; i++) d[i] += std::bit_cast<float>(m.out[l][i]);
+    multiply(d, {a0, a1, a2, a3, b0, b1}, bf16_of, "mma_bf16");
+}
+void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiply(d, {a0, a1, a2, a3, b0, b1}, fp16_of, "mma_f16");
 }
 
 u32 transpose(u32 x) {
@@ -286,9 +293,18 @@ float half_high(u32 pair) { return to_float(fp16{uint16_t(pair >> 16)}); }
 u32 bf16_pair(float low, float high) { return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16; }
 
 u32 add_bf16(u32 a, u32 b) {
-    return bf16_pair(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1));
+    return bf16_pair(bf16_of(a, 0) + bf16_of(b, 0), bf16_of(a, 1) + bf16_of(b, 1));
 }
 
+u32 half_pair(float low, float high) {
+    const auto half = [](float x) { return std::abs(x) >= 65520.0f ? u32(std::signbit(x)) << 15 | 0x7c00u : u32(to_fp16(x).bits); };
+    return half(low) | half(high) << 16;
+}
+u32 multiply_half(u32 a, u32 b) { return half_pair(fp16_of(a, 0) * fp16_of(b, 0), fp16_of(a, 1) * fp16_of(b, 1)); }
+u32 fma_half(u32 a, u32 b, u32 c) {
+    const auto one = [&](int i) { return float(double(fp16_of(a, i)) * fp16_of(b, i) + fp16_of(c, i)); };
+    return half_pair(one(0), one(1));
+}
 u32 to_half(float x) { return to_fp16(x).bits; }
 
 u32 load_once(const u32* p) { return *p; }

@@ -9,6 +9,9 @@
 
 namespace crumb::cuda {
 
+// Parameters of groups.
+inline constexpr const char* kGroupedRecipes[] = {"omni", "omni:paper", "kivi32"};
+
 using EncodeLaunch = void (*)(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream stream);
 
 inline EncodeTables put_encode_tables(Machine& machine, const SideTables& t) {

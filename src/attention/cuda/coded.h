@@ -13,9 +13,7 @@
 // heads, 32 of them products; 95 % of an H200's read roof.
 #pragma once
 
-#include <math.h>
-
-#include "attention/cuda/decode_format.h"
+#include "attention/cuda/columns.h"
 
 namespace crumb::cuda {
 
@@ -51,9 +49,10 @@ struct HeadConstants {
 };
 
 template <KernelFormat F, int NT>
-class Coded {
+class Coded : Columns<F, NT> {
+    using C = Columns<F, NT>;
     using D = DecodeFormat<F, NT>;
-    static constexpr int kTiles = D::kPlanesV / 16;
+    using C::kTiles, C::column, C::lane_, C::softcap_, C::acc_, C::top_, C::sum_, C::unset_, C::pages_;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
     static constexpr int kWords = D::kCodeWords / 32;
     static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1 && !F.any_planes;  // registers for more there are not
@@ -64,9 +63,7 @@ class Coded {
     // shared, means: kSharedWords and kMeanFloats of this warp.
     CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, float softcap, int sink, const HeadConstants& head) {
         using namespace simt;
-        const int l = int(shuffle(u32(lane()), lane()));  // or it would be read again, slowly, for every page
-        lane_ = l;
-        sync_warp();
+        const int l = C::begin();
         if constexpr (D::kQueryInRegisters) {
 #pragma unroll
             for (int i = 0; i < D::kTailAt / 128; i++) {
@@ -86,30 +83,11 @@ class Coded {
         for (int i = l; i < D::kMeanWords / 4; i += kWarp) {
             reinterpret_cast<Words4*>(shared + D::kSharedMeanAt)[i] = reinterpret_cast<const Words4*>(query + D::kMeanAt)[i];
         }
-        for (int i = l; i < 2 * D::kColumns; i += kWarp) {
-            reinterpret_cast<Words4*>(shared + D::kSharedColumnAt)[i] = reinterpret_cast<const Words4*>(query + D::kColumnAt)[i];
-        }
-        sync_warp();
+        C::begin_columns(query, shared, softcap, sink);
         shared_ = shared;
-        sink_ = sink;
         shared_means_ = means;
         head_ = head;
-        softcap_ = softcap;
-        pages_ = 0;
-        unset_ = (1u << NT) - 1;
-        all_from_ = sink, all_to_ = 0x7fffffff;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const QueryColumn& c = column(n);
-            all_from_ = c.begin > all_from_ ? c.begin : all_from_;
-            all_to_ = c.coded_end < all_to_ ? c.coded_end : all_to_;
-            all_to_ = c.end < all_to_ ? c.end : all_to_;
-            top_[n] = 0, sum_[n] = 0, zeros_[n] = 0;
-#pragma unroll
-            for (int t = 0; t <= kTiles; t++) {
-                for (int i = 0; i < 4; i++) { acc_[n][t][i] = 0; }
-            }
-        }
+        for (float& z : zeros_) { z = 0; }
         if constexpr (D::kMeansInShared) {
             for (int i = l; i < D::kMeanFloats; i += kWarp) { means[i] = 0; }
             sync_warp();
@@ -132,7 +110,7 @@ class Coded {
         for (int half = 0; half < 2; half++) {
             load_scales<F.v.info>(p + page_.at.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
         }
-        mask(index, r, x, scale, zero);
+        this->mask(kPageTokens * index, r, x, [&](int i) { scale[i] = zero[i] = 0; });
 
         const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
         u32 fixed[NT][8];
@@ -172,7 +150,9 @@ class Coded {
                 }
                 break;
             }
-            rescale(x, scale, out_of_range);
+            float factors[NT];
+            this->rescale(x, scale, out_of_range, factors);
+            scale_sums(factors);
         }
         values(p, first, r, q, fixed);
         if constexpr (F.v.mean) {
@@ -260,10 +240,6 @@ class Coded {
         return reinterpret_cast<const simt::Words4*>(shared_ + D::kSharedMeanAt)[32 * (n * (D::kDimK / 64) + group) + lane_];
     }
 
-    CRUMB_DEVICE const QueryColumn& column(int n) const {
-        return reinterpret_cast<const QueryColumn*>(shared_ + D::kSharedColumnAt)[4 * n + lane_ % 4];
-    }
-
     // Relative to top_.
     CRUMB_DEVICE void logits(const u8* p, int r, int q, float (&x)[NT][8]) {
         using namespace simt;
@@ -348,87 +324,14 @@ class Coded {
                 }
             }
         }
-        if (softcap_ > 0) {
-            const float inverse = 1.0f / softcap_;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-#pragma unroll
-                for (int i = 0; i < 8; i++) { x[n][i] = fma_exact(softcap_, tanh_exact((x[n][i] + top_[n]) * inverse), -top_[n]); }
-            }
-        }
+        this->cap(x);
     }
 
-    // Tokens that a column does not see weigh nothing; what no column sees may be anything, even NaN.
-    CRUMB_DEVICE void mask(int index, int r, float (&x)[NT][8], float (&scale)[8], float (&zero)[8]) {
+    // By what their columns' accumulators were scaled with.
+    CRUMB_DEVICE void scale_sums(const float (&factors)[NT]) {
         using namespace simt;
-        const int first = kPageTokens * index;
-        if (!any(all_from_ > first || all_to_ < first + kPageTokens)) { return; }
-        int from[NT], to[NT];
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const QueryColumn& c = column(n);
-            from[n] = c.begin > sink_ ? c.begin : sink_;
-            to[n] = c.coded_end < c.end ? c.coded_end : c.end;
-        }
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int j = first + 32 * (i / 4) + 4 * r + i % 4;
-            u32 seen = 0;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const bool sees = from[n] <= j && j < to[n];
-                if (!sees) { x[n][i] = -float_of(0x7f800000u); }
-                seen |= sees;
-            }
-            seen |= shuffle_xor(seen, 1);
-            seen |= shuffle_xor(seen, 2);
-            if (!seen) { scale[i] = zero[i] = 0; }
-        }
-    }
-
-    // Raises the top of columns by whole octaves: sums scale by powers of two, accumulators shift. 256 pages add at most
-    // 2^30 to an accumulator, so a shift by one where some exceed 2^29 keeps all below 2^31. Only columns that need it
-    // change, so that a column's bits do not depend on its neighbours.
-    CRUMB_DEVICE void rescale(float (&x)[NT][8], const float (&scale)[8], const bool (&out_of_range)[NT]) {
-        using namespace simt;
-        float factors[NT];
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            int largest = 0;
-#pragma unroll
-            for (int t = 0; t <= kTiles; t++) {
-                for (int i = 0; i < 4; i++) { largest |= acc_[n][t][i]; }
-            }
-            u32 needs = u32(out_of_range[n]) | u32(largest >= 1 << 29) << 1;
-#pragma unroll
-            for (int o = 4; o < 32; o *= 2) { needs |= shuffle_xor(needs, o); }
-            float want = kUnset;  // log2 of the largest p s
-#pragma unroll
-            for (int i = 0; i < 8; i++) { want = max_of(want, x[n][i] + max_of(log2_fast(scale[i]), -60.0f)); }
-#pragma unroll
-            for (int o = 4; o < 32; o *= 2) { want = max_of(want, shuffle_xor(want, o)); }
-            factors[n] = 1;
-            const bool unset = unset_ >> n & 1;
-            float step = ceilf(want) - 21.0f;  // the largest p s becomes 2^20 .. 2^21 of 2^23
-            if (!(needs & 1 && want > kUnset)) { step = 0; }
-            if (!unset) { step = max_of(step, needs & 2 ? 1.0f : 0.0f); }
-            if (needs & 1 && want > kUnset) { unset_ &= ~(1u << n); }
-            top_[n] += step;
-#pragma unroll
-            for (int i = 0; i < 8; i++) { x[n][i] -= step; }
-            if (unset || !(step > 0)) { continue; }
-            const int shift = step < 60 ? int(step) : 60;
-            factors[n] = exp2_fast(-step);
-            sum_[n] *= factors[n], zeros_[n] *= factors[n];
-#pragma unroll
-            for (int t = 0; t <= kTiles; t++) {
-#pragma unroll
-                for (int i = 0; i < 4; i += 2) {
-                    const int64_t both = ((int64_t(acc_[n][t][i]) << 8) + acc_[n][t][i + 1]) >> shift;
-                    acc_[n][t][i] = int(both >> 8), acc_[n][t][i + 1] = int(both & 255);
-                }
-            }
-        }
+        for (int n = 0; n < NT; n++) { zeros_[n] *= factors[n]; }
         if constexpr (F.v.mean) {
 #pragma unroll
             for (int c = 0; c < D::kColumns; c++) {
@@ -551,13 +454,8 @@ class Coded {
     const u32* shared_;
     float* shared_means_;
     HeadConstants head_;
-    float softcap_;
-    int sink_, all_from_, all_to_;  // tokens that all columns of the lane see
-    int acc_[NT][kTiles + 1][4];
-    float top_[NT], sum_[NT], zeros_[NT];
-    u32 unset_;  // bit n: no token has set top_[n]
+    float zeros_[NT];
     float means_[F.v.mean && !D::kMeansInShared ? D::kColumns : 1][4 * kMeanGroups];
-    int pages_, lane_;
 };
 
 }  // namespace crumb::cuda

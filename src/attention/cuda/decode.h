@@ -13,8 +13,11 @@
 // What is written is sums in the spaces of pages (planes, channels); map_output() turns them into outputs.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cuda/coded.h"
 #include "attention/cuda/exact.h"
+#include "attention/cuda/grouped.h"
 #include "attention/cuda/parts.h"
 #include "attention/cuda/plan.h"
 
@@ -210,7 +213,7 @@ class Decode {
         constexpr int kItems = kPageTokens / kExactTokens;
         const auto window = [&](int item) { return ids[tile.exact_group(item - tile.n_coded) / kItems]; };
         if (record.first < coded_end) {
-            Coded<F, NT> coded(a.planes);
+            std::conditional_t<D::kGrouped, Grouped<F, NT>, Coded<F, NT>> coded(a.planes);
             coded.begin(query, reinterpret_cast<u32*>(mine + D::kQueryAt), reinterpret_cast<float*>(mine + D::kMeansAt), a.softcap,
                         a.sink, a.heads[head]);
 #pragma unroll 1

@@ -10,6 +10,10 @@
 //                          in place and count 4^f, which the integers make up for: see kFineQuery
 //   tail   [NT][32][2]     planes 64 G + 16 word + 4 q + byte
 //   means  [NT][D_k / 64][32][4]  q times the static steps of K's page mean: channels 64 i + 16 q + 4 word + byte
+//   (parameters by channel, grouped.h: instead of codes, tail and means
+//   base   [NT][P_k / 16][32][2]  q' in FP16, of its largest element: planes 16 s + 4 q + {0, 1}, for odd r {2, 3}; first times -1.5
+//   scaled [NT / 2][P_k / 16][32][2]  the same over 4^(s % 4): planes 16 s + 4 q + {0, 1} and {2, 3}; words of lane 4 r + q belong to
+//                          column 4 (2 n + r % 2) + r / 2)
 //   exact  [NT][D_k / 16][32][2]  q in BF16: channels 16 s + 2 q + 8 word + {0, 1}; the low part is what rounding left
 //   column [4 NT][8]       QueryColumn
 #pragma once
@@ -31,9 +35,15 @@ struct PageOffsets {
 struct KernelFormat {
     SideFormat k, v;
     bool any_planes = false;
+    int tokens = kPageTokens;
 
-    constexpr KernelFormat(const PageFormat& format, bool any = false) : k(format.k), v(format.v), any_planes(any) {}
+    constexpr KernelFormat(const PageFormat& format, bool any = false)
+        : k(format.k), v(format.v), any_planes(any), tokens(format.tokens) {}
     constexpr KernelFormat(const SideFormat& key, const SideFormat& value, bool any) : k(key), v(value), any_planes(any) {}
+
+    // Parameters of K by channel and group of tokens, of V by token and group of channels: grouped.h reads these.
+    constexpr bool grouped() const { return k.info == SideInfo::channels; }
+    constexpr int value_groups() const { return v.group == 0 ? 1 : v.dim / v.group; }
 
     bool operator==(const KernelFormat&) const = default;
     bool takes(const PageFormat& f) const {
@@ -42,7 +52,7 @@ struct KernelFormat {
             largest.planes = own.planes, largest.mean = own.mean;
             return largest == own && side.planes <= own.planes && (own.mean || !side.mean);
         };
-        if (f.tokens != kPageTokens) { return false; }
+        if (f.tokens != tokens) { return false; }
         return any_planes ? fits(k, f.k) && fits(v, f.v) : k == f.k && v == f.v;
     }
 };
@@ -61,16 +71,19 @@ CRUMB_BOTH constexpr int place_of_plane(int plane, int planes, int widest) {
     return plane < tail_from || planes == widest ? plane : widest - 64 + plane - tail_from;
 }
 
-CRUMB_BOTH constexpr u32 info_bytes(SideInfo info) {
-    return u32(kPageTokens) * (info == SideInfo::scale_zero ? 4 : info == SideInfo::gain16 ? 2 : info == SideInfo::gain8 ? 1 : 0);
+CRUMB_BOTH constexpr u32 info_bytes(const SideFormat& side, int tokens) {
+    const u32 n = u32(tokens);
+    if (side.info == SideInfo::channels) { return n / u32(side.group) * u32(side.dim) * 4 + (side.token_gain ? 2 * n : 0); }
+    if (side.info == SideInfo::scale_zero && side.group > 0) { return u32(side.dim / side.group) * n * 4; }
+    return n * (side.info == SideInfo::scale_zero ? 4 : side.info == SideInfo::gain16 ? 2 : side.info == SideInfo::gain8 ? 1 : 0);
 }
 
 CRUMB_BOTH constexpr PageOffsets page_offsets(const KernelFormat& f, const PagePlanes& planes) {
     PageOffsets at = {};
-    at.value_codes = u32(kPageTokens / 4 * planes.k);
-    at.key_info = at.value_codes + u32(kPageTokens / 4 * planes.v);
-    at.value_info = at.key_info + info_bytes(f.k.info);
-    at.key_mean = at.value_info + info_bytes(f.v.info);
+    at.value_codes = u32(f.tokens / 4 * planes.k);
+    at.key_info = at.value_codes + u32(f.tokens / 4 * planes.v);
+    at.value_info = at.key_info + info_bytes(f.k, f.tokens);
+    at.key_mean = at.value_info + info_bytes(f.v, f.tokens);
     at.value_mean = at.key_mean + u32(planes.mean_k ? f.k.dim : 0);
     at.bytes = at.value_mean + u32(planes.mean_v ? f.v.dim : 0);
     return at;
@@ -133,10 +146,13 @@ struct DecodeFormat {
     static constexpr int kWidth = kPlanesV + kDimV, kStride = kWidth + kEntryScalars;
     static constexpr int kEntryFloats = kColumns * kStride;
 
-    static constexpr int kCodeWords = NT * (kGroupsK * 128 + kTailK * 64);
+    static constexpr bool kGrouped = F.grouped();
+    static constexpr int kPairsOfTiles = (NT + 1) / 2;
+    static constexpr int kScaledAt = NT * (kPlanesK / 16) * 64;  // of grouped pages
+    static constexpr int kCodeWords = kGrouped ? kScaledAt + kPairsOfTiles * (kPlanesK / 16) * 64 : NT * (kGroupsK * 128 + kTailK * 64);
     static constexpr int kMeanWords = F.k.mean ? NT * kDimK * 2 : 0;
     static constexpr int kExactWords = NT * kDimK * 4;
-    static constexpr int kTailAt = NT * kGroupsK * 128, kMeanAt = kCodeWords, kExactAt = kMeanAt + kMeanWords;
+    static constexpr int kTailAt = kGrouped ? kCodeWords : NT * kGroupsK * 128, kMeanAt = kCodeWords, kExactAt = kMeanAt + kMeanWords;
     static constexpr int kColumnAt = kExactAt + kExactWords;
     static constexpr int kQueryWords = kColumnAt + kColumns * 8;
 
@@ -145,7 +161,7 @@ struct DecodeFormat {
     // instructions.
     static constexpr bool kFineQuery = NT == 1;
     // The query in registers where that is at most 8 of them, else in shared memory; its scalars always there.
-    static constexpr bool kQueryInRegisters = kCodeWords / 32 <= 8 && !F.any_planes;
+    static constexpr bool kQueryInRegisters = kGrouped ? NT == 1 : kCodeWords / 32 <= 8 && !F.any_planes;
     static constexpr int kSharedMeanAt = kQueryInRegisters ? 0 : kCodeWords;
     static constexpr int kSharedColumnAt = kSharedMeanAt + kMeanWords;
     static constexpr int kSharedWords = kSharedColumnAt + kColumns * 8;
@@ -166,10 +182,12 @@ struct DecodeFormat {
     static constexpr u32 kQueryAt = kRingBytes, kMeansAt = kQueryAt + kSharedWords * 4, kBarriersAt = kMeansAt + kMeanFloats * 4;
     static constexpr u32 kWarpBytes = (kBarriersAt + kMostStages * 8 + 127) / 128 * 128;
     static constexpr int kFitting = kSharedBytes / int(kWarpBytes);
+    static_assert(!kGrouped || (kPlanesK == kDimK && kPlanesV == kDimV && !F.k.mean && !F.v.mean && F.value_groups() <= 8));
     // As many warps as keep their sums in registers: 128 of them with 16 warps, 168 with 12, 255 with 8. Of any planes, 256 of them
     // with 128 channels want 8 warps (10.2 -> 8.0 us for 2k tokens), 192 with 64 channels 12, although some are spilled (9.2 -> 7.5 us).
     static constexpr int kLargeSums = NT * (kPlanesV / 4 + 4);
-    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean, kLarge = kDimK == 256 || kLargeSums > (F.any_planes && kDimK == 128 ? 44 : 76);
+    static constexpr bool kSmall = kDimK == 64 && kLargeSums <= 24 && !F.v.mean && !kGrouped;
+    static constexpr bool kLarge = kDimK == 256 || kLargeSums > (kGrouped || (F.any_planes && kDimK == 128) ? 44 : 76);
     static constexpr int kWanted = kSmall ? 16 : kLarge ? 8 : 12;
     static constexpr int kWarps = kFitting < kWanted ? kFitting : kWanted;
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");

@@ -23,6 +23,15 @@ struct AnyPage {
     static constexpr KernelFormat kFormat = {{kDim, kPlanes, SideInfo::gain8, true}, {kDim, kPlanes, SideInfo::gain8, true}, true};
 };
 
+// 2 bits by groups: of kTokens tokens in K, with a gain a token or none, of kChannels channels in V (0: all).
+template <int kDim, int kTokens, bool kGain, int kChannels>
+struct GroupedPage {
+    static constexpr KernelFormat kFormat = PageFormat{
+        .k = {.dim = kDim, .planes = kDim, .info = SideInfo::channels, .group = kTokens, .token_gain = kGain},
+        .v = {.dim = kDim, .planes = kDim, .info = SideInfo::scale_zero, .group = kChannels},
+        .tokens = kTokens > kPageTokens ? 2 * kPageTokens : kPageTokens};
+};
+
 template <class P, int NT, bool kFew>
 __global__ void __launch_bounds__(kMapThreads, kFew ? 1 : 2) map_query_kernel(const __grid_constant__ MapArgs args) {
     extern __shared__ __align__(128) std::byte shared[];

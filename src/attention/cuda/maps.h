@@ -30,8 +30,8 @@ struct HeadArrays {
     const float* v_decode;     // [P_v][D_v]
     const float* v_ones;       // [D_v]
     const float* v_mean;       // [D_v]
-    const u32* k_unmap;        // [D_k][P_k] BF16: B transposed
-    const u32* v_unmap;        // [D_v][P_v] BF16
+    const u32* k_unmap;        // [D_k][P_k] BF16, of pages with groups FP16: B transposed
+    const u32* v_unmap;        // [D_v][P_v]
 };
 
 struct MapArgs {
@@ -346,7 +346,7 @@ class Maps {
         return x;
     }
 
-    static constexpr float kCodedQueryTop = D::kFineQuery ? kFineQueryTop : kCoarseQueryTop;
+    static constexpr float kCodedQueryTop = D::kGrouped ? 1.0f : D::kFineQuery ? kFineQueryTop : kCoarseQueryTop;
 
     // What the integer of plane p is multiplied with. A digit counts 64 / multiple of an integer's unit.
     CRUMB_DEVICE static int multiple(int p, bool has_tail) {
@@ -378,6 +378,10 @@ class Maps {
         int centre = 0;
         for (int p = lane(); p < D::kPlanesK; p += kWarp) {
             const float x = odd == 0 ? mapped[c * D::kPlanesK + p] : 0.0f;
+            if constexpr (D::kGrouped) {
+                mapped[c * D::kPlanesK + p] = x * inverse;
+                continue;
+            }
             const int m = multiple(p, has_tail), v = int(rintf(x * (float(m) * inverse)));
             centre += 3 * (64 / m) * v;  // in halves
             reinterpret_cast<int*>(mapped)[c * D::kPlanesK + p] = v;
@@ -405,7 +409,7 @@ class Maps {
             }
         }
         QueryColumn column;
-        column.unit = odd == 0 ? top * (1.0f / (64.0f * kCodedQueryTop)) : odd;
+        column.unit = odd != 0 ? odd : D::kGrouped ? top : top * (1.0f / (64.0f * kCodedQueryTop));
         column.ones = ones, column.offset = offset;
         column.mean_unit = mean_top * (1.0f / kMeanQueryTop);
         column.centre = 0.5f * float(centre);
@@ -422,12 +426,27 @@ class Maps {
         return byte_of(v[0], high) | byte_of(v[1], high) << 8 | byte_of(v[2], high) << 16 | byte_of(v[3], high) << 24;
     }
 
+    // Word i of q' in halves.
+    CRUMB_DEVICE static u32 half_word(const float* x, int i) {
+        using namespace simt;
+        constexpr int kSteps = D::kPlanesK / 16;
+        const bool base = i < D::kScaledAt;
+        const int t = base ? i : i - D::kScaledAt, w = t % 2, r = t / 8 % 8, step = t / 64 % kSteps, n = t / 64 / kSteps;
+        const int column = base ? 4 * n + r / 2 : 4 * (2 * n + r % 2) + r / 2;
+        if (column >= D::kColumns) { return 0; }
+        const float* const at = x + column * D::kPlanesK + 16 * step + 4 * (t / 2 % 4) + 2 * (base ? r % 2 : w);
+        const float factor = !base ? 1.0f / float(1 << (2 * (step % 4))) : w == 0 ? -1.5f : 1.0f;
+        return half_pair(at[0] * factor, at[1] * factor);
+    }
+
     CRUMB_DEVICE static void write_words(u32* record, const int* codes, const int* steps, const float* q) {
         using namespace simt;
         constexpr int kGroups = D::kGroupsK > 0 ? D::kGroupsK : 1;
         for (int i = thread(); i < D::kColumnAt; i += n_threads()) {
             u32 word;
-            if (i < D::kTailAt) {
+            if (D::kGrouped && i < D::kCodeWords) {
+                word = half_word(reinterpret_cast<const float*>(codes), i);
+            } else if (i < D::kTailAt) {
                 const int f = i % 4, l = i / 4 % 32, g = i / 128 % kGroups, n = i / 128 / kGroups;
                 word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + 64 * g + 16 * f + 4 * (l % 4), l / 4 % 2 == 0);
             } else if (i < D::kMeanAt) {

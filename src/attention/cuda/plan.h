@@ -20,7 +20,7 @@ inline constexpr int kItemTokens = 16;
 // What the rows of a tile see.
 struct TileWork {
     u32 sequence;
-    int coded_first, n_coded;  // blocks
+    int coded_first, n_coded;  // pages
     int a_first, n_a;          // groups of 16 exact tokens: sinks
     int b_first, n_b;          // and the window
     u32 units;                 // of one segment
@@ -54,6 +54,7 @@ struct PlanArgs {
     int segments_per_tile;
     int grid, warps;  // of the decode kernel
     u32 coded_units, exact_units;
+    int page_tokens;
     const u32* coded_ids;  // [sequence][ids_stride]
     const u32* exact_ids;
     size_t ids_stride;
@@ -73,7 +74,7 @@ CRUMB_BOTH constexpr int least(int a, int b) { return a < b ? a : b; }
 CRUMB_BOTH constexpr int most(int a, int b) { return a > b ? a : b; }
 CRUMB_BOTH constexpr int up(int a, int b) { return (a + b - 1) / b; }
 
-CRUMB_BOTH TileWork tile_work(const QueryRow* rows, int n, int sink, u32 coded_units, u32 exact_units) {
+CRUMB_BOTH TileWork tile_work(const QueryRow* rows, int n, int sink, u32 coded_units, u32 exact_units, int page_tokens) {
     int begin = 0x7fffffff, end = 0, coded_begin = 0x7fffffff, coded_end = 0, window = 0x7fffffff;
     for (int i = 0; i < n; i++) {
         const QueryRow& row = rows[i];
@@ -90,8 +91,8 @@ CRUMB_BOTH TileWork tile_work(const QueryRow* rows, int n, int sink, u32 coded_u
     TileWork work = {rows[0].sequence, 0, 0, 0, 0, 0, 0, 0};
     if (begin >= end) { return work; }
     if (coded_begin < coded_end) {
-        work.coded_first = coded_begin / kPageTokens;
-        work.n_coded = up(coded_end, kPageTokens) - work.coded_first;
+        work.coded_first = coded_begin / page_tokens;
+        work.n_coded = up(coded_end, page_tokens) - work.coded_first;
     }
     if (begin < least(end, sink)) {
         work.a_first = begin / kItemTokens;
@@ -159,7 +160,7 @@ CRUMB_BOTH void list_work(const PlanArgs& a, const u32* start, const Shares& sha
     int within = -1;
     for (; tile < a.n_tiles && start[tile] < to; tile++, within = 0) {
         const TileWork work =
-            tile_work(a.rows + size_t(tile) * a.rows_per_tile, a.rows_per_tile, a.sink, a.coded_units, a.exact_units);
+            tile_work(a.rows + size_t(tile) * a.rows_per_tile, a.rows_per_tile, a.sink, a.coded_units, a.exact_units, a.page_tokens);
         if (work.units == 0) { continue; }
         if (within < 0) { within = int((from - start[tile]) / work.units); }
         for (; within < a.segments_per_tile; within++) {
@@ -205,7 +206,7 @@ CRUMB_DEVICE void make_plan(const PlanArgs& a, std::byte* shared) {
     u32 sum = 0, seen = 0;
     for (int t = first; t < end; t++) {
         const TileWork work =
-            tile_work(a.rows + size_t(t) * a.rows_per_tile, a.rows_per_tile, a.sink, a.coded_units, a.exact_units);
+            tile_work(a.rows + size_t(t) * a.rows_per_tile, a.rows_per_tile, a.sink, a.coded_units, a.exact_units, a.page_tokens);
         if (block() == 0) { a.tiles[t] = work; }
         start[t] = sum;
         sum += work.units * u32(a.segments_per_tile);

@@ -42,12 +42,13 @@ PrefillWorkspace prefill_workspace(const PrefillShape& shape) {
     return w;
 }
 
-std::vector<u32> unmap_table(const SideTables& side) {
+std::vector<u32> unmap_table(const SideTables& side, bool halves) {
     const size_t dim = size_t(side.format.dim), planes = size_t(side.format.planes);
     std::vector<u32> table(dim * planes / 2);
     for (size_t d = 0; d < dim; d++) {
         for (size_t p = 0; p < planes; p++) {
-            table[(d * planes + p) / 2] |= u32(to_bf16(side.decode[p * dim + d]).bits) << (16 * (p % 2));
+            const float x = side.decode[p * dim + d];
+            table[(d * planes + p) / 2] |= u32(halves ? to_fp16(x).bits : to_bf16(x).bits) << (16 * (p % 2));
         }
     }
     return table;

@@ -47,8 +47,8 @@ struct PrefillWorkspace {
 };
 PrefillWorkspace prefill_workspace(const PrefillShape& shape);
 
-// HeadArrays::k_unmap, v_unmap.
-std::vector<u32> unmap_table(const SideTables& side);
+// HeadArrays::k_unmap, v_unmap. halves: FP16.
+std::vector<u32> unmap_table(const SideTables& side, bool halves);
 
 // tables.rows: [n_chunks][rows_per_chunk], rows of a chunk of one sequence.
 void plan_prefill(const PrefillLaunches& launches, const PrefillShape& shape, const StepTables& tables, std::byte* memory, Stream stream);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/cuda/coded.h"
+#include "attention/cuda/grouped_tiles.h"
 #include "attention/cuda/maps.h"
 #include "attention/cuda/prefill_plan.h"
 #include "attention/cuda/warpgroup.h"
@@ -42,6 +43,7 @@ template <KernelFormat F>
 class Unpack {
     static_assert(F.k.dim == F.v.dim && F.k.dim % 64 == 0);
     static constexpr int kDim = F.k.dim;
+    static constexpr int kAreas = F.tokens / kPageTokens;
     static constexpr int kMostK = up(F.k.planes, 64), kMostV = up(F.v.planes, 64);  // groups of planes, a tail is one too
     enum { kOnesK, kOnesV, kMeanV, kStepK, kStepV, kArrays };  // [kDim] floats
     using Layout = PageLayout<F>;
@@ -72,8 +74,9 @@ class Unpack {
         int entry = a.from + part;
         if (entry < end && entry < work.n_sink + work.n_coded) { unpack.load_maps(tables); }
         const auto id_of = [&](int e) {
-            const u32* const ids = work.coded(e) ? a.coded_ids : a.exact_ids;
-            return e < end ? ids[work.sequence * a.ids_stride + u32(work.block_of(e))] : 0u;
+            const bool coded = work.coded(e);
+            const u32* const ids = coded ? a.coded_ids : a.exact_ids;
+            return e < end ? ids[work.sequence * a.ids_stride + u32(work.block_of(e)) / (coded ? kAreas : 1)] : 0u;
         };
         u32 id = id_of(entry);
 #pragma unroll 1
@@ -83,7 +86,9 @@ class Unpack {
             if (work.coded(entry)) {
                 const u8* const page = a.coded + id * a.coded_stride + size_t(head) * unpack.page_.at.bytes;
                 const int job = warp() % 8;  // halves of K's or V's tokens and channels
-                if (job < 4) {
+                if constexpr (F.grouped()) {
+                    unpack.grouped(page, work.block_of(entry) % kAreas, job, pair, entry % 2);
+                } else if (job < 4) {
                     unpack.keys(page, job % 2, job / 2, pair, entry % 2);
                 } else {
                     unpack.values(page, job % 2, job / 2 % 2, pair, entry % 2);
@@ -121,6 +126,25 @@ class Unpack {
             for (int i = thread(); i < kDim; i += n_threads()) { channels_[k * kDim + i] = arrays[k] ? arrays[k][i] : 0.0f; }
         }
         sync_block();
+    }
+
+    CRUMB_DEVICE void grouped(const u8* page, int area, int job, u8* pair, int side) const {
+        using namespace simt;
+        const auto write = [](u8* to, const float (&x)[8]) {
+            *reinterpret_cast<Words4*>(to) = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+        };
+        const int half = job % 2, part = job / 2 % 2;
+        if (job < 4) {
+            GroupedTiles<F>::keys(page, area, half, part, shared_, stride_k_, [&](int token, int channel, const float (&x)[8]) {
+                write(pair + channel / 64 * (128 * kTileRowBytes) + tile_at(64 * side + 32 * half + token, channel % 64 / 8), x);
+            });
+        } else {
+            GroupedTiles<F>::values(page, area, half, part, values_, stride_v_, [&](int channel, int token, float (&x)[8]) {
+                const float mean = channels(kMeanV)[channel];
+                for (float& y : x) { y += mean; }
+                write(pair + kKeyPairBytes<kDim> + side * (kDim * kTileRowBytes) + tile_at(channel, 4 * half + token / 8), x);
+            });
+        }
     }
 
     // A pair of digits, codes in bits 0, 1 and 16, 17 of x << shift >> 5: a quarter of their distance from 1.5.

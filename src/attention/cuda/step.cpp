@@ -85,6 +85,7 @@ void plan(const Kernels& kernels, PlanLaunch launch, const StepShape& shape, con
             .warps = kernels.warps,
             .coded_units = kernels.coded_units,
             .exact_units = kernels.exact_units,
+            .page_tokens = kernels.format.tokens,
             .coded_ids = tables.coded_ids,
             .exact_ids = tables.exact_ids,
             .ids_stride = tables.ids_stride,

@@ -52,7 +52,7 @@ Kernels kernels_of() {
     k.compiled = F, k.columns = D::kColumns, k.warps = D::kWarps, k.query_bits = D::kFineQuery ? 15 : 10;
     k.exact_units = D::kExactUnits;
     k.query_words = D::kQueryWords, k.entry_floats = D::kEntryFloats;
-    return fitted(k, {.k = F.k, .v = F.v});
+    return fitted(k, {.k = F.k, .v = F.v, .tokens = F.tokens});
 }
 
 // Tables of maps as these kernels read them (HeadArrays): B transposed [D][widest], and B [widest][D].

@@ -65,8 +65,9 @@ CRUMB_WORD u32 ballot(bool x);  // bit i: lane i
 CRUMB_WORD void mma_u8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 CRUMB_WORD void mma_u8u8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 CRUMB_WORD void mma_s8s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
-// BF16 pairs: k = 2 q, 2 q + 1 and k + 8.
+// BF16 or FP16 pairs: k = 2 q, 2 q + 1 and k + 8.
 CRUMB_WORD void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+CRUMB_WORD void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 // An 8 x 8 matrix of 16-bit elements, lane 4 r + q holding columns 2 q, 2 q + 1 of row r, is transposed.
 CRUMB_WORD u32 transpose(u32 x);
 
@@ -84,6 +85,9 @@ CRUMB_WORD float half_low(u32 pair);
 CRUMB_WORD float half_high(u32 pair);
 CRUMB_WORD u32 bf16_pair(float low, float high);
 CRUMB_WORD u32 add_bf16(u32 a, u32 b);  // pairs
+CRUMB_WORD u32 half_pair(float low, float high);  // nearest even, infinite beyond 65504
+CRUMB_WORD u32 multiply_half(u32 a, u32 b);    // pairs
+CRUMB_WORD u32 fma_half(u32 a, u32 b, u32 c);  // pairs
 CRUMB_WORD u32 to_half(float x);  // to_fp16() of half.h: nearest even, saturates at 65504
 
 // Global memory that is read once, past the caches' better uses.

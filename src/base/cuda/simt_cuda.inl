@@ -42,6 +42,12 @@ CRUMB_WORD void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+CRUMB_WORD void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 CRUMB_WORD u32 transpose(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(y) : "r"(x));
@@ -76,6 +82,23 @@ CRUMB_WORD float half_high(u32 pair) { return __half2float(__ushort_as_half((uns
 CRUMB_WORD u32 bf16_pair(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const u32*>(&pair);
+}
+
+CRUMB_WORD u32 half_pair(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+CRUMB_WORD u32 multiply_half(u32 a, u32 b) {
+    u32 y;
+    asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+CRUMB_WORD u32 fma_half(u32 a, u32 b, u32 c) {
+    u32 y;
+    asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
 }
 
 CRUMB_WORD u32 add_bf16(u32 a, u32 b) {

@@ -17,6 +17,7 @@
 
 #include "base/cuda/simt.h"
 #include "page/gain8.h"
+#include "recipe/cuda/encode_groups.h"
 
 namespace crumb::cuda {
 
@@ -49,6 +50,7 @@ struct EncodeSide {
     SideFormat format;
     Quantiser quantiser;
     int bits;
+    bool integer_zero;           // of groups
     int clipped;                 // minmax: the threshold is the clipped-th largest |y|
     u32 rows_at;                 // of the exact record
     u32 codes_at, info_at, mean_at;  // of the page
@@ -76,6 +78,7 @@ inline EncodeSide encode_side(const SideRecipe& recipe, const PageFormat& format
     s.format = side;
     s.quantiser = recipe.quantiser;
     s.bits = recipe.bits;
+    s.integer_zero = recipe.integer_zero;
     const int kept = int(recipe.clip * float(side.dim));
     s.clipped = side.dim - (kept < side.dim - 1 ? kept : side.dim - 1);
     s.rows_at = key ? 0 : u32(format.k.dim) * kPageTokens * 2;
@@ -198,15 +201,24 @@ class Encode {
             x_ = unused;
         }
         clamp_mapped();
-        if (s_.quantiser == Quantiser::minmax) {
+        if (grouped()) {
+            const GroupEncoder groups = {s_.format, s_.bits, keep_, s_.integer_zero, y_, code_, saturated_of(), kPitch,
+                                         page + s_.info_at, kept ? kept + s_.info_at : nullptr};
+            if (key) { groups.keys(); } else { groups.values(); }
+        } else if (s_.quantiser == Quantiser::minmax) {
             minmax();
         } else {
             gain();
         }
         simt::sync_block();
         write_codes(key, page + s_.codes_at, kept ? kept + s_.codes_at : nullptr);
-        write_info(page + s_.info_at, kept ? kept + s_.info_at : nullptr);
+        if (!grouped()) { write_info(page + s_.info_at, kept ? kept + s_.info_at : nullptr); }
         if (part() == 0 && token() >= keep_ && saturated_of()[token()]) { simt::add_device(&counts_->saturated, 1); }
+    }
+
+    // Parameters of groups: written where they are made.
+    CRUMB_DEVICE bool grouped() const {
+        return s_.quantiser == Quantiser::channels || (s_.quantiser == Quantiser::minmax && (s_.format.group > 0 || s_.integer_zero));
     }
 
     CRUMB_DEVICE u32* saturated_of() const { return reinterpret_cast<u32*>(of_token(3)); }
