@@ -61,12 +61,11 @@ TEST_F(CudaGrouped, ChunksOfPrompts) {
     cases.chunks(2, 2, {{330, 9}}, 3.0f, false);
     cases.bounds();
     cases.unseen();
-    cases.data("omni:paper");
+    cases.data("omni:paper", {2.0f});
     const Kernels kivi[] = {emulated_kernels<kKivi128, 1>()};
     Cases pages_of_128(machine, kivi);
     pages_of_128.step.prefill_bytes = size_t(1) << 30;
-    pages_of_128.chunks(4, 1, {{300, 40}, {460, 70}}, 1.0f, true);
-    pages_of_128.bounds();
+    pages_of_128.chunks(4, 1, {{460, 70}}, 1.0f, true);
     const Kernels wide[] = {emulated_kernels<grouped(128, 32, true), 1>()};
     Cases wide_cases(machine, wide);
     wide_cases.chunks(4, 1, {{360, 34}}, 2.0f, true);

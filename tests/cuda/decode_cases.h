@@ -71,7 +71,7 @@ class Cases {
     }
 
     // Pages that a recipe makes of data of all kinds.
-    void data(const char* recipe) {
+    void data(const char* recipe, std::initializer_list<float> queries = {0.3f, 20.0f}) {
         const auto outliers = [](test::Random& random, int t, int c) {
             return test::normal(random) * (t % 37 == 5 ? 30.0f : c % 29 == 3 ? 10.0f : 1.0f);
         };
@@ -85,7 +85,7 @@ class Cases {
             {"tiny", [](test::Random& random, int, int) { return 1e-5f * test::normal(random); }},
         };
         for (const auto& [name, kind] : kinds) {
-            for (const float query : {0.3f, 20.0f}) {
+            for (const float query : queries) {
                 test::World world({4, 1, format().k.dim, format().v.dim}, find_recipe(recipe), kind, kind);
                 world.add_sequence(330);
                 const auto rows = rows_at_end({330}, 2, 100);
