@@ -221,7 +221,7 @@ AttentionChoice attention_choice(const std::string& text) {
 
 void refuse_slow(const Recipe& recipe, const KvOptions& options) {
     if (recipe.slow() && !options.allow_slow) {
-        fail("--kv {} has no fast attention: its pages are decoded for every query, and attention over them takes some 14 times as "
+        fail("--kv {} has no fast attention on the CPU: its pages are decoded for every query, and attention over them takes some 14 times as "
              "long in a prompt and 50 times as long for a token. Add --kv-allow-slow to run it all the same, for example to compare it",
              label(recipe));
     }
@@ -446,7 +446,7 @@ std::string describe(const CacheConfig& config) {
         bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
     if (sliding_form(config)) { text += ", " + describe_sliding(config); }
     if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
-    if (config.recipe.slow()) { text += ", attention decodes pages (slow)"; }
+    if (config.recipe.slow()) { text += ", attention on the CPU decodes pages (slow)"; }
     if (!config.artefact_hash.empty()) { text += fmt::format(", artefact {}", config.artefact_hash.substr(0, 12)); }
     return text;
 }

@@ -24,6 +24,8 @@ def is_main(row):
 
 
 def format_name(row):
+    if row.get("group"):
+        return f"d{row['dim']} groups of {row['group']} tokens{', gains' if row['gain'] else ''}"
     return f"d{row['dim']} {row['planes_k']}/{row['planes_v']} {INFO[row['info']]}{', means' if row['mean'] else ''}"
 
 
