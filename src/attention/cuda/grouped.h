@@ -1,10 +1,10 @@
 // Pages whose parameters belong to groups, in a warp: K by channel and group of tokens, with a gain a token or none, V by
 // token and group of channels.
 //
-// K: a field of codes masked in place is a subnormal FP16, code 4^f 2^-24: no conversion. Scales of a group of tokens multiply the
-// query, which carries 4^-f; its zeros and scales are the rows of one more product, q . zero - 1.5 q . scale: in even columns of the planes
-// that row r has, in odd ones of those that row r + 8 has, so operands are words as they lie. The query is at most 1, so nothing overflows whatever the scales are; below 2^-24 it is cut, in the
-// fields of 4^-3 at 2^-18 of its largest element.
+// K: a field of codes masked in place is a subnormal FP16, code 4^f 2^-24: no conversion. Scales of a group of tokens multiply
+// the query, which carries 4^-f. Zeros, and what centres digits, are one more product of the words as they lie, q . zero -
+// 1.5 q . scale: a lane's first word in rows r with even columns, its second in rows r + 8 with odd ones. The query is at most
+// 1, so nothing overflows whatever the scales are; what is below 2^-24 is cut, in fields of 4^-3 at 2^-18 of its largest element.
 // V: as in coded.h, with weights of every group of channels of their own: probability x scale of the group. Their sums, which centre
 // digits, are rows of one product: group i is row i.
 //
