@@ -33,8 +33,8 @@ void launch_rows(const RowArgs& args, Stream stream) {
 }
 
 void launch_plan(const PlanArgs& args, Stream stream) {
-    constexpr int kThreads = 1024, kBlocks = 32;
-    launch<PlanArgs>(plan_kernel, args, kBlocks, kThreads, plan_shared_bytes(args.n_tiles, kThreads, args.grid), stream);
+    const int blocks = 32, threads = args.n_tiles > 64 ? 1024 : 128;  // sums over few tiles need few steps
+    launch<PlanArgs>(plan_kernel, args, blocks, threads, plan_shared_bytes(args.n_tiles, threads, args.grid), stream);
 }
 
 std::span<const std::vector<Kernels>> all_kernels() {
