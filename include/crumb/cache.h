@@ -258,8 +258,8 @@ public:
 
     // Room for sequences of which not all can become their longest at once. capacity(): tokens of all sequences
     // together. room(): the length that this one can be promised now, if it may give up what only it holds. promise():
-    // false, and nothing is promised, if `tokens` are more; otherwise it can become that long whatever the others do that
-    // keep to has_room(). has_room(): whether this one can grow by `tokens` and every promise can still be kept.
+    // false, and nothing is promised, if `tokens` are more; otherwise it can become that long, or its longest if that is
+    // less, whatever the others do that keep to has_room(). has_room(): whether this one can grow by `tokens` and every promise can still be kept.
     int64_t capacity() const;
     int64_t room(uint32_t sequence) const;
     // longest_promise(): what could be promised if there were no other sequences.
