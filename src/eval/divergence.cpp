@@ -23,23 +23,23 @@ struct LogSum {
 
 using Doubles = double __attribute__((vector_size(8 * kLanes)));
 
-constexpr float kHuge = 1e30f;
+constexpr float kNothing = -1e30f;  // a logit that adds nothing
 
-// 16 of n numbers from i on, `rest` where there are fewer.
-[[gnu::always_inline]] inline void load(Floats& to, const float* x, size_t n, size_t i, float rest) {
+// 16 of n logits from i on, kNothing where there are fewer.
+[[gnu::always_inline]] inline void load(Floats& to, const float* x, size_t n, size_t i) {
     if (i + kLanes <= n) {
         std::memcpy(&to, x + i, sizeof to);
     } else {
-        to = Floats{} + rest;
+        to = Floats{} + kNothing;
         std::memcpy(&to, x + i, sizeof(float) * (n - i));
     }
 }
 
 CRUMB_CLONES float largest(size_t n, const float* x) {
-    Floats most = Floats{} - kHuge;
+    Floats most = Floats{} + kNothing;
     for (size_t i = 0; i < n; i += kLanes) {
         Floats these;
-        load(these, x, n, i, -kHuge);
+        load(these, x, n, i);
         most = these > most ? these : most;
     }
     float top = most[0];
@@ -54,7 +54,7 @@ CRUMB_CLONES double sum_of_exponentials(size_t n, const float* x, float top) {
     Doubles sums = {};
     for (size_t i = 0; i < n; i += kLanes) {
         Floats terms;
-        load(terms, x, n, i, -kHuge);
+        load(terms, x, n, i);
         terms -= top;
         exponential(terms);
         sums += __builtin_convertvector(terms, Doubles);
@@ -69,8 +69,8 @@ CRUMB_CLONES double sum_of_divergence(size_t n, const float* base, float log_p, 
     Doubles sums = {};
     for (size_t i = 0; i < n; i += kLanes) {
         Floats p, q;
-        load(p, base, n, i, -kHuge);
-        load(q, logits, n, i, -kHuge);
+        load(p, base, n, i);
+        load(q, logits, n, i);
         Floats differ = p - q - shift;
         p -= log_p;
         exponential(p);
