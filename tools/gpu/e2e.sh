@@ -6,8 +6,11 @@
 #                                             program and shared libraries, for a machine without network
 #        e2e.sh small PACK OUT MODEL TEXT [ARTEFACT]   on the machine with the GPU: is it right? MODEL: a small GGUF with F32
 #                                             weights, TEXT: a text file of 30 kB, ARTEFACT: of crumb calibrate, for planes
-#        e2e.sh large PACK OUT [DEPTHS]       is it fast? DEPTHS: of a context, 0,2048,8192,32768 by default; 131072 comes on top
-#        e2e.sh many PACK OUT                 8 and 32 sequences of 8,192 tokens
+#        e2e.sh two PACK OUT MODEL TEXT       layers on two GPUs: the same text as with one?
+#        e2e.sh large PACK OUT [SHAPE [DEPTHS]]  is it fast? SHAPE: of random_gguf.py, 8b by default; DEPTHS: of a context,
+#                                             0,2048,8192,32768,131072 by default, prompts up to 65,536
+#        e2e.sh many PACK OUT [SHAPE [COUNTS [TOKENS]]]  sequences at once, "8 32" of 8192 tokens by default
+#        e2e.sh profile PACK OUT [SHAPE [DEPTH]]  time of a step by kernel (ncu), behind 2048 tokens by default
 #
 # The machine needs a driver, cuBLAS 13 and Python 3 (PyTorch's packages have cuBLAS).
 set -euo pipefail
@@ -59,7 +62,30 @@ small_model() {
     rm -f "$out/state" "$out/base.kld"
 }
 
-large_model() { [[ -e $out/8b.gguf ]] || python3 "$tools/random_gguf.py" "$out/8b.gguf" 8b; }
+# $1: shape
+random_model() {
+    model=$out/$1.gguf
+    [[ -e $model ]] || { python3 "$tools/random_gguf.py" "$model.part" "$1" && mv "$model.part" "$model"; }
+}
+
+# $1: model, $2: text
+two_gpus() {
+    local kv gpus
+    head -c 6000 "$2" >"$out/prompt.txt"
+    # shellcheck disable=SC2086
+    for kv in "-fa on" "--kv had2"; do
+        for gpus in 0 0,1; do
+            CUDA_VISIBLE_DEVICES=$gpus "$crumb" run -m "$1" -f "$out/prompt.txt" -c 8192 -n 64 --temp 0 -no-cnv --no-display-prompt \
+                -ngl 99 --split-mode layer $kv >"$out/text.$gpus" 2>"$out/text.$gpus.err" || tail -n 3 "$out/text.$gpus.err"
+        done
+        if cmp -s "$out/text.0" "$out/text.0,1"; then
+            echo "$kv: the same text"
+        else
+            echo "$kv: another text"
+            head -n 20 "$out/text.0" "$out/text.0,1"
+        fi
+    done
+}
 
 # llama-bench's rows as lines: what, test, depth, tokens a second
 rows() {
@@ -71,31 +97,54 @@ for line in sys.stdin:
 }
 
 large_shape() {
-    local cache
-    # shellcheck disable=SC2086
-    for cache in "--kv had2" "-fa 1" "-fa 1 -ctk q8_0 -ctv q8_0" "-fa 1 -ctk q4_0 -ctv q4_0"; do
-        "$crumb" bench -m "$out/8b.gguf" -ngl 99 $cache -p 512 -n 32 -d "$1" -r 2 -o jsonl 2>"$out/bench.err" | rows "$cache"
-    done
-    # shellcheck disable=SC2086
-    for cache in "--kv had2" "-fa 1"; do
-        "$crumb" bench -m "$out/8b.gguf" -ngl 99 $cache -p 0 -n 32 -d 131072 -r 2 -o jsonl 2>"$out/bench.err" | rows "$cache"
-    done
-}
-
-many_sequences() {
-    local cache n
-    # shellcheck disable=SC2086
-    for n in 8 32; do
-        for cache in "--kv had2" "-fa on"; do
-            echo "== $n sequences of 8k: $cache"
-            "$crumb" batched-bench -m "$out/8b.gguf" -ngl 99 $cache -c $((n * 8448)) -npp 8192 -ntg 32 -npl $n 2>/dev/null | grep '^|'
+    local cache depth prompt
+    for depth in ${1//,/ }; do
+        prompt=$((depth > 65536 ? 0 : 512))
+        # shellcheck disable=SC2086
+        for cache in "--kv had2" "-fa 1" "-fa 1 -ctk q8_0 -ctv q8_0" "-fa 1 -ctk q4_0 -ctv q4_0"; do
+            [[ $prompt == 0 && $cache == *-ctk* ]] ||
+                "$crumb" bench -m "$model" -ngl 99 $cache -p $prompt -n 32 -d "$depth" -r 2 -o jsonl 2>"$out/bench.err" | rows "$cache"
         done
     done
 }
 
+# $1: numbers of sequences, $2: tokens of each
+many_sequences() {
+    local cache n
+    # shellcheck disable=SC2086
+    for n in $1; do
+        for cache in "--kv had2" "-fa on"; do
+            echo "== $n sequences of $2: $cache"
+            "$crumb" batched-bench -m "$model" -ngl 99 $cache -c $((n * ($2 + 256))) -npp "$2" -ntg 32 -npl "$n" 2>"$out/many.err" | grep '^|' ||
+                grep -E 'error|out of memory' "$out/many.err" | tail -n 2
+        done
+    done
+}
+
+# A thousand launches in a row, taken while tokens are generated (before them come the prompt's), shared out by kernel.
+profile_step() {
+    ncu --csv --page raw --clock-control none --cache-control none --graph-profiling node --metrics gpu__time_duration.sum --launch-skip 20000 \
+        --launch-count 1000 "$crumb" bench -m "$model" -ngl 99 --kv had2 -p 0 -n 128 -d "$1" -r 1 -o jsonl >"$out/profile.csv" 2>"$out/profile.err"
+    python3 - "$out/profile.csv" <<'P'
+import collections, csv, sys
+
+lines = [line for line in open(sys.argv[1]) if line.startswith('"')]
+time, count = collections.Counter(), collections.Counter()
+for row in csv.DictReader(lines):
+    if not row["ID"]:  # units
+        continue
+    name = row["Kernel Name"].split("<")[0].split("(")[0].split("::")[-1].strip()
+    time[name] += float(row["gpu__time_duration.sum"].replace(",", ""))
+    count[name] += 1
+whole = sum(time.values())
+for name, t in time.most_common():
+    print(f"{100 * t / whole:5.1f} %  {t / count[name]:10.1f} each  {count[name]:5} launches  {name}")
+P
+}
+
 case ${1:-} in
     pack) pack "${2:?build folder}" "${3:?target folder}" ;;
-    small | large | many)
+    small | two | large | many | profile)
         crumb=$(realpath "${2:?folder that e2e.sh pack made}")/crumb
         mkdir -p "${3:?output folder}"
         out=$(realpath "$3")
@@ -107,12 +156,14 @@ case ${1:-} in
                 small_model "-m $model" had2 "$text" | tee "$out/had2.txt"
                 [[ -z ${6:-} ]] || small_model "-m $model --kv-artifact $(realpath "$6")" planes "$text" | tee "$out/planes.txt"
                 ;;
-            large) large_model && large_shape "${4:-0,2048,8192,32768}" | tee "$out/large.txt" ;;
-            many) large_model && many_sequences | tee "$out/many.txt" ;;
+            two) two_gpus "$(realpath "${4:?model}")" "$(realpath "${5:?text}")" | tee "$out/two.txt" ;;
+            large) random_model "${4:-8b}" && large_shape "${5:-0,2048,8192,32768,131072}" | tee "$out/large.txt" ;;
+            many) random_model "${4:-8b}" && many_sequences "${5:-8 32}" "${6:-8192}" | tee "$out/many.txt" ;;
+            profile) random_model "${4:-8b}" && profile_step "${5:-2048}" | tee "$out/profile.txt" ;;
         esac
         ;;
     *)
-        sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac
