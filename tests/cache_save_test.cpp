@@ -241,6 +241,25 @@ TEST(Save, DamageIsRefusedAndChangesNothing) {
     EXPECT_EQ(save(cache, 1), state);
 }
 
+// A flipped bit is no other setting: whatever text of the header it hits, it is called damage.
+TEST(Save, DamageOfTheHeaderIsCalledDamage) {
+    const Scenario scenario{.recipe = "planes:3", .sink = 4, .recent = 64, .window = 100};
+    Cache here(config_of(scenario)), there(config_of(scenario));
+    ASSERT_TRUE(step(here, run_of(0, 0, 150)));
+    const Bytes state = save(here, 0);
+    size_t header = 0;
+    here.saved_ids([&](void* data, size_t size) { std::memcpy(data, state.data() + std::exchange(header, header + size), size); });
+    header -= (1 + 150) * sizeof(int32_t) + kChecksum;  // the tokens, which follow it
+    ASSERT_GT(header, 300u);
+    for (size_t i = 0; i < header; i++) {
+        for (const int bit : {0, 3, 7}) {
+            Bytes damaged = state;
+            damaged[i] ^= std::byte(1 << bit);
+            EXPECT_TRUE(contains(message_of([&] { restore(there, 0, damaged); }), "damaged")) << i << ", bit " << bit;
+        }
+    }
+}
+
 // Checksums keep accidents out, not enemies. Whatever positions a state claims, nothing beyond the configuration is
 // allocated or touched.
 TEST(Save, HostilePositionsAreRefused) {

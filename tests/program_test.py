@@ -35,7 +35,19 @@ class Refusals(unittest.TestCase):
         self.refused(1, "--kv-sink takes a whole number", arguments=[*model, "--kv", "had2", "--kv-sink", "-1"])
         self.refused(1, "position or exact", arguments=[*model, "--kv", "had2", "--kv-prefill", "fast"])
         self.refused(1, "--kv-artifact needs", arguments=[*model, "--kv", "had2", "--kv-artifact="])
+        self.refused(1, "-np 0", arguments=["inspect", "-m", "model.gguf", "-np", "0"])
         self.refused(1, "leave --kv out", arguments=["quantize", "--kv", "had2", "a.gguf", "b.gguf", "q8_0"])
+
+    def test_a_model_that_is_not_there_is_what_is_missing(self):
+        text = self.folder / "text.txt"
+        text.write_text("text " * 20000)
+        output = ["-o", self.folder / "out"]
+        for command in (["calibrate", "-f", text], ["inspect"], ["eval", "-f", text, "--kv", "had2"], ["compare", "-f", text, "-p", "x", "--kv", "had2"],
+                        ["rotations", "embed", *output], ["rotations", "embed", "--artifact", "a", *output],
+                        ["rotations", "import", "--k", "a", "--v", "a", *output], ["rotations", "extract", "--from", "a", *output],
+                        ["rotations", "adopt", "--artifact", "a", *output]):
+            self.refused(1, "there is no model file", "nope.gguf", arguments=[*command, "-m", self.folder / "nope.gguf"])
+        self.assertFalse((self.folder / "out").exists())
 
     def test_flags_of_llama_that_contradict(self):
         for flags in (["-ctk", "q8_0"], ["--cache-type-v=f16"], ["--context-shift"], ["-gan", "4"], ["--cache-reuse", "64"]):
@@ -57,14 +69,15 @@ class Refusals(unittest.TestCase):
         self.assertEqual(sorted(p.name for p in self.folder.iterdir()), ["model.gguf", "text.txt"])
 
     def test_an_artefact_is_not_written_over_the_one_that_is_read(self):
-        artefact, beside = self.folder / "a.safetensors", self.folder / "model.crumb.safetensors"
+        artefact, beside, model = self.folder / "a.safetensors", self.folder / "model.crumb.safetensors", self.folder / "model.gguf"
+        model.write_bytes(b"GGUF and weights")
         artefact.write_bytes(b"artefact of another file")
         beside.hardlink_to(artefact)
         for output in (["-o", artefact], ["-o", self.folder / ".." / self.folder.name / artefact.name], []):
             self.refused(1, "would be overwritten", "-o",
-                         arguments=["rotations", "adopt", "-m", self.folder / "model.gguf", "--artifact", artefact, *output])
+                         arguments=["rotations", "adopt", "-m", model, "--artifact", artefact, *output])
             self.refused(1, "would be overwritten", "-o",
-                         arguments=["rotations", "extract", "-m", self.folder / "model.gguf", "--from", artefact, *output])
+                         arguments=["rotations", "extract", "-m", model, "--from", artefact, *output])
         self.assertEqual(artefact.read_bytes(), b"artefact of another file")
 
     def test_a_benchmark_writes_over_its_own_kind_alone(self):

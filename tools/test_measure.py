@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What depth.py and sessions.py refuse, and what depth.py keeps of earlier runs.
+"""What depth.py and sessions.py refuse, what depth.py keeps of earlier runs, and that every tool explains itself.
 
 usage: test_measure.py
 """
@@ -36,6 +36,15 @@ class Measure(unittest.TestCase):
 
     def keep(self, *lines):
         (self.folder / "runs.jsonl").write_text("".join(lines))
+
+    def test_every_tool_says_what_it_is_without_packages(self):
+        tools = [path for path in sorted(TOOLS.glob("**/*.py")) if path.stat().st_mode & 0o100 and not path.name.startswith("test_")]
+        self.assertGreater(len(tools), 7)
+        for path in tools:
+            with self.subTest(path.name):
+                done = subprocess.run([sys.executable, "-S", path, "--help"], capture_output=True, text=True, timeout=60)  # -S: none at all
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("usage", done.stdout.lower())
 
     def test_flags(self):
         for flags in (["--depths", "a,b"], ["--rounds", "0"], ["--prompt", "0"], ["--generate", "-1"], ["--cache", "had2"], ["--cache", "had2=--kv had2@deep"]):

@@ -8,6 +8,7 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
     for (auto& argument : arguments) {
         if (argument == "-ub") { argument = "--ubatch-size"; }
         if (argument == "-np") { argument = "--parallel"; }
+        if (argument == "-kvu") { argument = "--kv-unified"; }
     }
     arguments.erase(arguments.begin());
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector

@@ -1,4 +1,4 @@
-// Parsing of our own subcommands: CLI11, with llama.cpp's two-letter short flags (-ub, -np) on top, which it cannot name.
+// Parsing of our own subcommands: CLI11, with llama.cpp's two-letter short flags (-ub, -np, -kvu) on top, which it cannot name.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -209,7 +209,7 @@ Key Evaluation::window_key(const Variant& variant, const Text& text, size_t wind
 Cost Evaluation::cost(const Variant& variant, int context) const {
     llama::KvOptions bf16;
     bf16.recipe = "bf16";
-    const CacheBytes bytes = cache_bytes(llama::cache_geometry(*model_, variant.kv.value_or(bf16), context, 1, o_.ubatch));
+    const CacheBytes bytes = cache_bytes(llama::cache_geometry(*model_, variant.kv.value_or(bf16), {.n_ctx = context, .n_ubatch = o_.ubatch}));
     if (variant.kv) { return {bytes.bits_per_element, bytes.effective_bits, bytes.total(), bytes.bf16_equivalent}; }
     const double bits = 8.0 * double(ggml_type_size(variant.stock)) / double(ggml_blck_size(variant.stock));
     return {bits, bits, size_t(double(bytes.bf16_equivalent) * bits / 16), bytes.bf16_equivalent};

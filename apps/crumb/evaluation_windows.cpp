@@ -138,7 +138,7 @@ void Evaluation::sum_up_windows(int context, const std::vector<Text>& texts) {
 
 // Layers that --layers names, or all that a recipe codes.
 std::vector<int> Evaluation::layers_alone(const Variant& variant) const {
-    const auto layers = llama::cache_geometry(*model_, *variant.kv, o_.contexts.front(), 1, o_.ubatch).layers;
+    const auto layers = llama::cache_geometry(*model_, *variant.kv, {.n_ctx = o_.contexts.front(), .n_ubatch = o_.ubatch}).layers;
     const auto coded = [&](int il) { return layers[il].stores && !layers[il].window; };
     std::vector<int> result;
     for (int il = 0; o_.layers->empty() && il < int(layers.size()); ++il) {

@@ -64,7 +64,7 @@ int serve(int argc, char** argv) {
         };
         if (!given({"--cache-ram", "-cram"}, "LLAMA_ARG_CACHE_RAM")) { kv.rest.insert(kv.rest.end(), {"--cache-ram", "0"}); }
         if (kv.kv->memory > 0 && !given({"--kv-unified", "-kvu"}, "LLAMA_ARG_KV_UNIFIED")) { kv.rest.push_back("--kv-unified"); }
-        kv.kv->kept_windows = 4;
+        kv.kv->kept_windows = llama::kServedWindows;
         server_set_kv_memory(&llama::serving(kv.shift));
     }
     const std::string html = "text/html; charset=utf-8";

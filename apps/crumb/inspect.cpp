@@ -4,6 +4,8 @@
 #include "commands.h"
 #include "session.h"
 
+#include "common.h"
+
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
@@ -11,7 +13,6 @@
 #include <cstdio>
 #include <fstream>
 #include <map>
-#include <thread>
 
 namespace crumb::app {
 
@@ -66,20 +67,33 @@ void print_geometry(const CacheConfig& config) {
     }
     std::printf("layers of the model: %zu\n", config.layers.size());
     for (const auto& [kind, layers] : kinds) {
-        std::printf("  %zu layers: %d KV heads, K %d, V %d a head, %s; %.1f KiB a token at 16 bit; layers", layers.size(), kind.heads,
-                    kind.dim_k, kind.dim_v,
+        std::printf("  %zu with %d KV head%s, K %d, V %d a head, %s; %.1f KiB a token at 16 bit:", layers.size(), kind.heads,
+                    kind.heads == 1 ? "" : "s", kind.dim_k, kind.dim_v,
                     kind.window ? fmt::format("a window of {} tokens", kind.window).c_str() : "the whole context",
                     double(layers.size()) * kind.heads * (kind.dim_k + kind.dim_v) * 2 / 1024.0);
         for (const int il : layers) { std::printf(" %d", il); }
         std::printf("\n");
     }
-    if (without) { std::printf("  %d layers without K and V of their own\n", without); }
+    if (without) { std::printf("  %d without K and V of their own\n", without); }
 }
 
-void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, int threads) {
-    const CacheBytes bytes = cache_bytes(config);
-    std::printf("\n--kv %s at %lld tokens, %d sequences, ubatch %d, sink %d, recent %d:\n", label(config.recipe).c_str(),
-                static_cast<long long>(config.tokens_total), config.n_sequences, config.max_step_tokens, config.sink, config.recent);
+// A way to run the model, and the cache that it takes.
+struct Use {
+    std::string name;
+    CacheConfig config;
+    llama::WorkingBytes working;
+    std::vector<llama::FormCost> forms;  // of sliding windows
+    CacheBytes bytes = cache_bytes(config);
+};
+
+Use use_of(const llama_model& model, std::string name, const llama::KvOptions& kv, const llama::ContextRequest& request) {
+    CacheConfig config = llama::cache_geometry(model, kv, request);
+    const auto working = llama::working_bytes(model, config, request.n_threads);
+    auto forms = llama::form_costs(model, config, request.n_threads);
+    return {std::move(name), std::move(config), working, std::move(forms)};
+}
+
+void print_pages(const CacheConfig& config) {
     struct Kind {
         PageFormat format;
         int heads = 0;
@@ -104,18 +118,40 @@ void print_cost(const CacheConfig& config, const llama::WorkingBytes& working, i
         }
         std::printf("\n");
     }
-    std::printf("  all pages                 %10.3f bits an element\n", bytes.bits_per_element);
-    std::printf("  pages                     %10.2f MiB\n", mib(bytes.coded));
-    std::printf("  sinks and recent tokens   %10.2f MiB (BF16)\n", mib(bytes.exact));
-    std::printf("  sliding windows           %10.2f MiB\n", mib(bytes.window));
-    std::printf("  together                  %10.2f MiB, allocated at start, nothing grows with the context\n", mib(bytes.total()));
-    std::printf("  beside it                 %10.2f MiB: maps of the layers %.2f, attention's working memory %.2f (%d threads%s)\n",
-                mib(working.maps + working.attention), mib(working.maps), mib(working.attention), threads,
-                config.recipe.slow() ? "; decoded pages, some MiB, are not counted" : "");
-    std::printf("  16-bit KV                 %10.2f MiB, %.2f times as much\n", mib(bytes.bf16_equivalent),
-                double(bytes.bf16_equivalent) / double(bytes.total()));
-    std::printf("  bits per element          %10.3f, windows included\n", bytes.effective_bits);
-    if (sliding_form(config)) { std::printf("  %s\n", llama::describe_sliding(config).c_str()); }
+}
+
+// A column a use.
+void print_cost(const std::vector<Use>& uses, int threads) {
+    const CacheConfig& config = uses.front().config;
+    std::printf("\n--kv %s, sink %d, recent %d, steps of %d tokens, %d thread%s:\n", label(config.recipe).c_str(), config.sink, config.recent,
+                config.max_step_tokens, threads, threads == 1 ? "" : "s");
+    print_pages(config);
+    const auto line = [&](const char* what, auto number, const char* format, const char* note = "") {
+        std::printf("  %-27s", what);
+        for (const Use& use : uses) { std::printf("  %18s", fmt::format(fmt::runtime(format), number(use)).c_str()); }
+        std::printf("%s%s\n", *note ? "   " : "", note);
+    };
+    const auto size = [&](const char* what, auto bytes, const char* note = "") {
+        line(what, [&](const Use& use) { return mib(bytes(use)); }, "{:.2f} MiB", note);
+    };
+    line("", [](const Use& use) { return use.name; }, "{}");
+    line("requests at once", [](const Use& use) { return use.config.n_sequences; }, "{}");
+    line("tokens of a request", [](const Use& use) { return use.config.tokens_per_sequence; }, "{}");
+    line("tokens together", [](const Use& use) { return use.bytes.tokens; }, "{}");
+    size("pages", [](const Use& use) { return use.bytes.coded; });
+    size("sinks and recent tokens", [](const Use& use) { return use.bytes.exact; }, "BF16");
+    size("sliding windows", [](const Use& use) { return use.bytes.window; });
+    size("together", [](const Use& use) { return use.bytes.total(); }, "allocated at start, nothing grows with the context");
+    size("beside it, maps", [](const Use& use) { return use.working.maps; });
+    size("and working memory", [](const Use& use) { return use.working.attention; },
+         config.recipe.slow() ? "at most; decoded pages, some MiB, are not counted" : "at most");
+    size("16-bit KV", [](const Use& use) { return use.bytes.bf16_equivalent; });
+    line("times as much", [](const Use& use) { return double(use.bytes.bf16_equivalent) / double(use.bytes.total()); }, "{:.2f}");
+    line("bits an element", [](const Use& use) { return use.bytes.effective_bits; }, "{:.3f}",
+         fmt::format("windows included; pages alone {:.3f}", uses.front().bytes.bits_per_element).c_str());
+    for (const Use& use : uses) {
+        if (sliding_form(use.config)) { std::printf("  %s: %s\n", use.name.c_str(), llama::describe_sliding(use.config, use.forms).c_str()); }
+    }
 }
 
 void print_artefact(const std::filesystem::path& file) {
@@ -186,19 +222,25 @@ int inspect(int argc, char** argv) {
     KvArguments arguments = take_kv_arguments(argc, argv);
     std::filesystem::path model_file, artefact, page;
     bool list = false;
-    int n_ctx = 32768, n_parallel = 1, ubatch = 512, threads = int(std::thread::hardware_concurrency()), head_dim = 128;
+    int n_parallel = -1, head_dim = 128;
+    llama::ContextRequest request{.n_threads = common_cpu_get_num_math()};
     app.footer(kKvHelp);
     app.add_flag("--recipes", list, "list the recipes");
     app.add_option("-m,--model", model_file, "GGUF model: its KV geometry, and what --kv costs");
-    app.add_option("-c,--ctx-size", n_ctx, "tokens a sequence")->capture_default_str()->check(CLI::Range(1, 1 << 24));
-    app.add_option("--parallel", n_parallel, "sequences")->capture_default_str()->check(CLI::Range(1, 4096));
-    app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
-    app.add_option("-t,--threads", threads, "threads")->capture_default_str()->check(CLI::Range(1, 4096));
+    app.add_option("-c,--ctx-size", request.n_ctx, "as of crumb serve: tokens of all requests together, 0: what the model was trained on")
+        ->capture_default_str()->check(CLI::Range(0, 1 << 24));
+    app.add_option("--parallel", n_parallel, "-np of crumb serve: requests at once (-1: 4, which share the tokens)")
+        ->capture_default_str()->check(CLI::Range(-1, 256));
+    app.add_flag("--kv-unified", request.unified, "-kvu of crumb serve: requests share the tokens, and each may have them all");
+    app.add_option("-b,--batch-size", request.n_batch, "tokens of a call")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+    app.add_option("--ubatch-size", request.n_ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+    app.add_option("-t,--threads", request.n_threads, "threads")->capture_default_str()->check(CLI::Range(1, 4096));
     app.add_option("--artifact", artefact, "an artefact's provenance");
     app.add_option("--page", page, "a page's bytes, decoded (with --kv and --head-dim)");
     app.add_option("--head-dim", head_dim, "head size of --page")->capture_default_str();
     if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!list && model_file.empty() && artefact.empty() && page.empty()) { fail("nothing to inspect; crumb inspect --help lists what can be"); }
+    if (n_parallel == 0) { fail("-np 0: no request could run; give 1 or more, or leave it out"); }
     if (!page.empty() && !arguments.kv) { fail("--page needs --kv RECIPE to know the format"); }
     if (!page.empty() && find_recipe(arguments.kv->recipe).budgeted()) {
         fail("pages of --kv {} differ by layer and model, so --page cannot tell what this one is", arguments.kv->recipe);
@@ -210,11 +252,19 @@ int inspect(int argc, char** argv) {
     if (!model_file.empty()) {
         llama::quiet_log();
         const auto model = llama::load_model(model_file, llama::Load::mapped);
-        llama::KvOptions kv;
-        kv.recipe = "bf16";
-        const CacheConfig config = llama::cache_geometry(*model, arguments.kv.value_or(kv), n_ctx, n_parallel, ubatch);
-        print_geometry(config);
-        if (arguments.kv) { print_cost(config, llama::working_bytes(*model, config, threads), threads); }
+        llama::KvOptions bf16;
+        bf16.recipe = "bf16";
+        const llama::KvOptions kv = arguments.kv.value_or(bf16);
+        // As crumb serve reads its flags.
+        llama::ContextRequest served = request;
+        served.n_sequences = n_parallel > 0 ? n_parallel : 4;
+        served.unified = request.unified || n_parallel < 0 || kv.memory > 0;
+        llama::KvOptions serve = kv;
+        serve.kept_windows = llama::kServedWindows;
+        std::vector<Use> uses{use_of(*model, "crumb serve", serve, served)};
+        if (kv.memory == 0) { uses.push_back(use_of(*model, "crumb run, chat", kv, request)); }
+        print_geometry(uses.front().config);
+        if (arguments.kv) { print_cost(uses, request.n_threads); }
     }
     return 0;
 }

@@ -9,6 +9,7 @@
 #include <crumb/rotation_file.h>
 
 #include <cstdio>
+#include <filesystem>
 
 namespace crumb::app {
 
@@ -44,6 +45,7 @@ int rotations(int argc, char** argv) {
     adopt->add_option("-o,--output", output, "artefact (default: beside the model)");
 
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
+    if (!model.empty() && !std::filesystem::is_regular_file(model)) { fail("there is no model file {}", model.string()); }
     const auto identity = [&] {
         llama::quiet_log();
         return llama::identify(*llama::load_model(model, llama::Load::mapped), model);
@@ -69,6 +71,9 @@ int rotations(int argc, char** argv) {
         if (source.has_planes()) { std::printf("the bases of 'planes' have no place in .pt files and stay in %s\n", artefact.c_str()); }
     } else if (embed->parsed()) {
         not_an_input({model, beside(artefact)});
+        if (!std::filesystem::exists(beside(artefact))) {
+            fail("there is no artefact {}: make one with\n    crumb calibrate -m {}\nor name another with --artifact", beside(artefact).string(), model.string());
+        }
         llama::write_gguf_rotations(read_artefact(beside(artefact)), model, output);
         std::printf("wrote %s\n", output.c_str());
     } else {

@@ -132,7 +132,7 @@ void require_enough(uint64_t used, size_t read, const CalibrationOptions& o) {
 std::vector<int> coded_layers(const llama_model& model) {
     KvOptions kv;
     kv.recipe = "bf16";
-    const CacheConfig config = cache_geometry(model, kv, kPageTokens, 1, 1);
+    const CacheConfig config = cache_geometry(model, kv, {.n_ctx = kPageTokens});
     std::vector<int> layers;
     for (size_t i = 0; i < config.layers.size(); ++i) {
         if (config.layers[i].stores && config.layers[i].window == 0) {

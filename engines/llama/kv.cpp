@@ -1,9 +1,9 @@
 #include "kv.h"
 
+#include "geometry.h"
 #include "memory.h"
 #include "model_identity.h"
 
-#include "llama-arch.h"
 #include "llama-impl.h"
 
 #include <crumb/artefact.h>
@@ -28,6 +28,7 @@ struct Global {
     std::string refusal;
     std::unordered_map<const llama_model*, std::filesystem::path> files;
     std::vector<const Memory*> live;  // the oldest first
+    bool served = false;              // with these options there was one
 };
 
 Global& global() {
@@ -44,57 +45,6 @@ public:
         std::erase(global().live, this);
     }
 };
-
-std::string architecture(const llama_model& model) { return llm_arch_name(model.arch); }
-
-void refuse_unsupported(const llama_model& model) {
-    const auto& hparams = model.hparams;
-    const auto refuse = [&](std::string_view what) {
-        fail("architecture '{}': {}; run without --kv", architecture(model), what);
-    };
-    if (hparams.is_mla()) { refuse("latent KV (MLA) has no page format"); }
-    switch (model.arch) {
-        case LLM_ARCH_T5: refuse("encoder-decoder models are not supported by --kv"); break;
-        case LLM_ARCH_GROK: refuse("its scaled and capped logits are not supported by --kv"); break;
-        case LLM_ARCH_GEMMA4_ASSISTANT: refuse("a draft that reads the KV of another model is not supported by --kv"); break;
-        case LLM_ARCH_DFLASH: refuse("drafts that reach into the KV cache are not supported by --kv"); break;
-        default: break;
-    }
-    if (hparams.swa_type != LLAMA_SWA_TYPE_NONE && hparams.swa_type != LLAMA_SWA_TYPE_STANDARD) {
-        refuse("chunked and symmetric sliding windows are not supported by --kv");
-    }
-}
-
-struct Layers {
-    std::vector<CacheLayer> layers;
-    std::vector<int> owner;
-};
-
-Layers layers_of(const llama_model& model, const llama_memory_i::layer_filter_cb& filter,
-                 const llama_memory_i::layer_reuse_cb& reuse) {
-    const auto& hparams = model.hparams;
-    Layers result;
-    const int n_layer = hparams.n_layer_all;
-    result.layers.resize(n_layer);
-    result.owner.assign(n_layer, -1);
-    for (int il = 0; il < n_layer; ++il) {
-        CacheLayer& layer = result.layers[il];
-        layer.stores = false;
-        if ((filter && !filter(il)) || hparams.n_head_kv(il) == 0) { continue; }
-        const int from = reuse ? reuse(il) : -1;
-        result.owner[il] = from >= 0 ? from : il;
-        if (from >= 0) { continue; }
-        layer.stores = true;
-        layer.n_head_kv = hparams.n_head_kv(il);
-        layer.dim_k = hparams.n_embd_head_k(il);
-        layer.dim_v = hparams.n_embd_head_v(il);
-        layer.window = hparams.swa_type == LLAMA_SWA_TYPE_STANDARD && hparams.is_swa(il) ? int(hparams.n_swa) : 0;
-        if (hparams.n_head(il) % layer.n_head_kv != 0) {
-            fail("layer {}: {} query heads do not share {} KV heads evenly; run without --kv", il, hparams.n_head(il), layer.n_head_kv);
-        }
-    }
-    return result;
-}
 
 std::optional<Artefact> find_artefact(const llama_model& model, const KvOptions& options, const Recipe& recipe) {
     if (!recipe.needs_artefact()) {
@@ -150,31 +100,6 @@ Choice choose(const llama_model& model, const KvOptions& options) {
                                                     path.empty() ? "the usual place" : path.string(), command)};
 }
 
-CacheConfig geometry(const llama_model& model, const KvOptions& options, const Recipe& recipe, const Layers& layers,
-                     int64_t per_sequence, int64_t total, int n_sequences, int n_ubatch, bool on_device) {
-    refuse_unsupported(model);
-    CacheConfig config;
-    config.recipe = recipe;
-    config.layers = layers.layers;
-    config.sink = options.sink;
-    config.recent = options.recent;
-    config.prefill = options.prefill;
-    config.reuse = options.reuse;
-    config.memory = options.memory;
-    config.spare_windows = std::min(options.kept_windows, n_sequences);
-    config.n_sequences = n_sequences;
-    config.tokens_per_sequence = per_sequence;
-    config.tokens_total = total;
-    config.max_step_tokens = n_ubatch;
-    if (sliding_form(config) && !on_device) {
-        set_sliding_form(config, options.sliding ? *options.sliding : fewest_bytes(config));
-    } else if (sliding_form(config) && options.sliding.value_or(SlidingForm::bf16) != SlidingForm::bf16) {
-        fail("--kv-sliding {} is for layers on the CPU, on a GPU sliding windows are BF16: leave it out, or add --no-kv-offload",
-             name(*options.sliding));
-    }
-    return config;
-}
-
 // Whether any layer attends elsewhere than on the CPU.
 bool on_device(const llama_model& model, const llama_cparams& cparams, const std::vector<int>& owner) {
     for (size_t il = 0; il < owner.size() && cparams.offload_kqv; ++il) {
@@ -184,10 +109,8 @@ bool on_device(const llama_model& model, const llama_cparams& cparams, const std
     return false;
 }
 
-void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& options) {
-    const auto artefact = find_artefact(model, options, config.recipe);
-    set_formats(config, artefact ? &*artefact : nullptr);
-    set_tables(config, artefact ? &*artefact : nullptr);
+void add_tables(CacheConfig& config, const llama_model& model, const Artefact* artefact) {
+    set_tables(config, artefact);
     if (artefact) { config.artefact_hash = artefact->hash(); }
     // Saved states name the weights that they belong to, calibrated or not.
     if (const auto file = model_file(&model); artefact || !file.empty()) {
@@ -200,10 +123,9 @@ void add_tables(CacheConfig& config, const llama_model& model, const KvOptions& 
 void require_memory(size_t bytes, const CacheConfig& config) {
     const auto machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
     if (bytes > machine) {
-        fail("a KV cache of {} tokens in {} sequences takes {:.1f} MiB with {}, and this machine has {:.1f} MiB of memory: "
-             "lower -c or -np, or choose a recipe of fewer bits",
-             config.tokens_total, config.n_sequences, double(bytes) / 1048576.0, label(config.recipe),
-             double(machine) / 1048576.0);
+        fail("a KV cache of {} tokens (-np {}) takes {:.1f} MiB with {}, and this machine has {:.1f} MiB of memory: lower {}",
+             config.tokens_total, config.n_sequences, double(bytes) / 1048576.0, label(config.recipe), double(machine) / 1048576.0,
+             config.memory > 0 ? "--kv-memory" : "-c or -np, or choose a recipe of fewer bits");
     }
 }
 
@@ -253,18 +175,21 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
                      ggml_type_name(type), g.options->recipe);
             }
         }
-        Layers layers = layers_of(model, filter, reuse);
-        const int n_sequences = std::max<uint32_t>(cparams.n_seq_max, 1);
-        const int64_t per_sequence = cparams.kv_unified ? cparams.n_ctx : cparams.n_ctx_seq;
+        ModelLayers layers = layers_of(model, filter, reuse);
+        ContextSizes sizes{.per_sequence = cparams.kv_unified ? cparams.n_ctx : cparams.n_ctx_seq,
+                           .n_sequences = int(std::max<uint32_t>(cparams.n_seq_max, 1)),
+                           .n_ubatch = int(cparams.n_ubatch),
+                           .n_threads = std::max(cparams.n_threads, cparams.n_threads_batch)};
+        sizes.total = std::max<int64_t>(cparams.n_ctx, sizes.per_sequence);
         const Choice choice = choose(model, *g.options);
         refuse_slow(choice.recipe, *g.options);
-        CacheConfig config = geometry(model, *g.options, choice.recipe, layers, per_sequence,
-                                      std::max<int64_t>(cparams.n_ctx, per_sequence), n_sequences, cparams.n_ubatch,
-                                      on_device(model, cparams, layers.owner));
+        const auto artefact = find_artefact(model, *g.options, choice.recipe);
+        const bool on_gpu = on_device(model, cparams, layers.owner);
+        CacheConfig config = geometry(model, *g.options, choice.recipe, layers.layers, sizes, artefact ? &*artefact : nullptr, on_gpu);
         if (config.memory > 0 && !g.live.empty()) {
             fail("--kv-memory is for one model, and a draft has a KV cache of its own: leave it out, -c and -np size both");
         }
-        add_tables(config, model, *g.options);
+        add_tables(config, model, artefact ? &*artefact : nullptr);
         auto cuda = CudaLayers::make(model, cparams, config, layers.owner, !model.hparams.no_alloc);
         if (cuda && (g.options->verify > 0 || g.options->attention != "auto")) {
             fail("{} is for attention on the CPU, and there are {}: add --no-kv-offload",
@@ -274,7 +199,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         for (const auto& [type, bytes] : cuda ? cuda->bytes() : std::map<ggml_backend_buffer_type_t, size_t>{}) { elsewhere += bytes; }
         require_memory(cache_bytes(config).total() - elsewhere, config);
         if (g.options->verify > 0) { require_memory(cache_bytes(Verify::exact_config(config)).total(), config); }
-        std::string line = describe(config);
+        std::string line = describe(config, on_gpu ? std::vector<FormCost>{} : form_costs(model, config, sizes.n_threads));
         if (cuda) { line += ", " + cuda->describe(); }
         if (cuda && !g.options->sliding && sliding_form(config)) { line += ", where --kv-sliding auto is bf16"; }
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
@@ -293,17 +218,23 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         if (!model.hparams.no_alloc) {
             const int64_t tokens = memory->bytes().tokens;
             if (g.options->announce) {
-                std::fprintf(stderr, "%s\nKV cache size: %lld tokens; maximum concurrency for %lld tokens per request: %.2fx\n", line.c_str(),
-                             (long long)tokens, (long long)per_sequence, double(tokens) / double(per_sequence));
+                const int64_t longest = memory->cache().longest_promise();
+                const auto limit = g.options->memory > 0 && longest < sizes.per_sequence ? fmt::format("; a request alone has room for {}", longest) : "";
+                std::fprintf(stderr, "%s\nKV cache size: %lld tokens; maximum concurrency for %lld tokens per request: %.2fx%s\n", line.c_str(),
+                             (long long)tokens, (long long)sizes.per_sequence, double(tokens) / double(sizes.per_sequence), limit.c_str());
             }
             std::lock_guard lock(g.mutex);
             g.live.push_back(memory.get());
+            g.served = true;
         }
         return memory.release();
     } catch (const std::exception& e) {
         std::lock_guard lock(g.mutex);
         g.refusal = e.what();
-        throw;
+        // llama.cpp prints what it catches, twice where it also asked how much memory would do; commands print the reason once, last.
+        // Nobody does for a server that slept and does not wake.
+        if (g.served) { throw; }
+        throw Error("refused by --kv, for the reason that comes last");
     }
 }
 
@@ -329,6 +260,7 @@ void observe_load(const llama_model* model, const char* path) {
 
 void use_kv(std::optional<KvOptions> options) {
     global().options = std::move(options);
+    global().served = false;
     llama_memory_set_factory(global().options ? create : nullptr);
     llama_model_set_load_observer(observe_load);
 }
@@ -355,100 +287,20 @@ std::filesystem::path model_file(const llama_model* model) {
     return found == global().files.end() ? std::filesystem::path{} : found->second;
 }
 
-CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch) {
-    CacheConfig config = geometry(model, options, choose(model, options).recipe, layers_of(model, nullptr, nullptr), n_ctx,
-                                  int64_t(n_ctx) * n_sequences, n_sequences, n_ubatch, false);
+CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, const ContextRequest& request) {
+    // As llama_context resolves it.
+    const auto padded = [](int64_t n) { return (n + 255) / 256 * 256; };
+    const int64_t asked = request.n_ctx > 0 ? request.n_ctx : model.hparams.n_ctx_train;
+    ContextSizes sizes{.n_sequences = request.n_sequences,
+                       .n_ubatch = int(std::min<int64_t>({asked, request.n_batch, request.n_ubatch})),
+                       .n_threads = request.n_threads};
+    sizes.per_sequence = padded(request.unified ? asked : padded(asked) / request.n_sequences);
+    sizes.total = request.unified ? sizes.per_sequence : sizes.per_sequence * request.n_sequences;
+    const auto layers = layers_of(model, nullptr, nullptr).layers;
+    const Recipe recipe = choose(model, options).recipe;
     // Of the recipes with an artefact, only those with a budget have pages that depend on it.
-    const auto artefact = config.recipe.budgeted() ? find_artefact(model, options, config.recipe) : std::nullopt;
-    set_formats(config, artefact ? &*artefact : nullptr);
-    return config;
-}
-
-namespace {
-
-size_t size_of(const AttentionMaps& maps) {
-    size_t bytes = 0;
-    for (const auto& head : maps.heads) { bytes += (head.k.size() + head.v.size()) * sizeof(bf16); }
-    return bytes;
-}
-
-}  // namespace
-
-WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads) {
-    // A token of every sequence, and chunks of a prompt of any size, at contexts that double: few rows are split into ranges,
-    // whose number grows with the context.
-    const auto plan_at = [&](int64_t end, int n_rows, bool one_sequence) {
-        std::vector<QueryRow> rows;
-        for (int i = 0; i < n_rows; ++i) {
-            const auto position = int32_t(one_sequence ? std::max<int64_t>(0, end - n_rows + i) : end - 1);
-            rows.push_back({.sequence = one_sequence ? 0 : uint32_t(i), .token = uint32_t(i), .position = position, .begin = 0,
-                            .coded_end = coded_edge(position, config.recent), .end = position + 1});
-        }
-        return AttentionPlan(std::move(rows), config.sink);
-    };
-    std::vector<AttentionPlan> plans;
-    for (int64_t end = 1;; end = std::min(2 * end, config.tokens_per_sequence)) {
-        plans.push_back(plan_at(end, config.n_sequences, false));
-        const int most = int(std::min<int64_t>(config.max_step_tokens, end));
-        for (int n_rows = 1;; n_rows = std::min(2 * n_rows, most)) {
-            plans.push_back(plan_at(end, n_rows, true));
-            if (n_rows >= most) { break; }
-        }
-        if (end >= config.tokens_per_sequence) { break; }
-    }
-    WorkingBytes bytes;
-    CacheConfig plain = config;  // the layers whose tables need no artefact, with one head
-    for (auto& layer : plain.layers) {
-        layer.n_head_kv = 1;
-        layer.stores = layer.stores && (layer.windowed() || !config.recipe.needs_artefact());
-    }
-    set_tables(plain, nullptr);
-    AttentionWork work;
-    for (size_t il = 0; il < config.layers.size(); ++il) {
-        const auto& layer = config.layers[il];
-        if (!layer.stores) { continue; }
-        const PageFormat format = layer.has_codes() ? config.formats[il] : bf16_format(layer.dim_k, layer.dim_v);
-        if (format.coded()) {
-            bytes.maps += layer.n_head_kv * (plain.layers[il].stores ? size_of(attention_maps(plain.tables[il])) : attention_map_bytes(format));
-        }
-        for (const auto& plan : plans) { work.prepare(plan, int(model.hparams.n_head(il)), layer.n_head_kv, format, n_threads); }
-    }
-    bytes.attention = work.bytes();
-    return bytes;
-}
-
-std::string describe_sliding(const CacheConfig& config) {
-    int layers = 0, window = 0;
-    for (const auto& layer : config.layers) {
-        layers += layer.stores && layer.window > 0;
-        window = std::max(window, layer.window);
-    }
-    const SlidingForm taken = *sliding_form(config);
-    std::string others;
-    for (const SlidingForm form : kSlidingForms) {
-        const auto bytes = sliding_bytes(config, form);
-        if (form != taken && bytes) { others += fmt::format("{}{} {:.1f}", others.empty() ? "" : ", ", name(form), double(*bytes) / 1048576.0); }
-    }
-    return fmt::format("{} sliding-window layers ({} tokens) {}: {:.1f} MiB (--kv-sliding {})", layers, window,
-                       taken == SlidingForm::bf16 ? "stay BF16"
-                       : taken == SlidingForm::q8 ? "in 8 bits"
-                                                  : fmt::format("in pages of {}", label(config.recipe)),
-                       double(sliding_bytes(config, taken).value()) / 1048576.0, others);
-}
-
-std::string describe(const CacheConfig& config) {
-    const CacheBytes bytes = cache_bytes(config);
-    const auto coded = std::ranges::count_if(config.layers, [](const CacheLayer& l) { return l.stores && l.window == 0; });
-    std::string text = fmt::format(
-        "kv: {}, {:.3f} bits per element ({:.3f} at {} tokens, windows included), sink {} + recent {} in BF16, {:.1f} MiB instead of "
-        "{:.1f} MiB at 16 bit ({:.1f}x), {} layers",
-        label(config.recipe), bytes.bits_per_element, bytes.effective_bits, bytes.tokens, config.sink, config.recent,
-        bytes.total() / 1048576.0, bytes.bf16_equivalent / 1048576.0, double(bytes.bf16_equivalent) / double(bytes.total()), coded);
-    if (sliding_form(config)) { text += ", " + describe_sliding(config); }
-    if (config.prefill == PrefillRule::exact) { text += ", prefill exact (results depend on -ub)"; }
-    if (config.recipe.slow()) { text += ", attention on the CPU decodes pages (slow)"; }
-    if (!config.artefact_hash.empty()) { text += fmt::format(", artefact {}", config.artefact_hash.substr(0, 12)); }
-    return text;
+    const auto artefact = recipe.budgeted() ? find_artefact(model, options, recipe) : std::nullopt;
+    return geometry(model, options, recipe, layers, sizes, artefact ? &*artefact : nullptr, false);
 }
 
 std::optional<KvStatus> kv_status() {

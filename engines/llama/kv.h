@@ -7,7 +7,9 @@
 
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 struct llama_model;
 
@@ -23,12 +25,13 @@ struct KvOptions {
     std::string attention = "auto";  // what reads codes: an instruction set by name(Isa), or kDecoded
     int only_layer = -1;  // to measure it: this layer alone is coded, all others stay BF16; -1: all are coded
     ReuseRule reuse = ReuseRule::exact;
-    std::optional<SlidingForm> sliding = SlidingForm::bf16;  // of sliding-window layers; nullopt: the one of fewest bytes
+    std::optional<SlidingForm> sliding = SlidingForm::bf16;  // of sliding-window layers; nullopt: the cheapest of form_costs()
     size_t memory = 0;       // bytes of the cache; 0: what context and sequences ask for
     int verify = 0;          // check every Nth token against exact K and V (verify.h); 0: none
     bool announce = true;    // say on stderr what the cache of a context holds
     int kept_windows = 0;    // of prefixes that a server may find again, beside those of sequences; at most one a sequence
 };
+inline constexpr int kServedWindows = 4;  // kept_windows of `crumb serve`
 
 // `planes` where there is an artefact for it, else the best recipe that needs none; describe() says which, and why.
 inline constexpr std::string_view kAuto = "auto";
@@ -55,18 +58,38 @@ struct WorkingBytes {
     size_t attention = 0;
 };
 
-// Sizes and layers of the cache that a context of `model` would get, without tables. Reads an artefact only if the pages
-// of the recipe depend on it. Throws Error for what --kv does not support.
-CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, int n_ctx, int n_sequences, int n_ubatch);
+// What a context is asked for, as llama.cpp understands it: n_ctx tokens (0: what the model was trained on) of all sequences
+// together, divided among them unless they share it (`unified`).
+struct ContextRequest {
+    int n_ctx = 0;
+    int n_sequences = 1;
+    bool unified = false;
+    int n_batch = 2048;
+    int n_ubatch = 512;
+    int n_threads = 1;
+};
+
+// Sizes and layers of the cache that a context of `model` would get on the CPU, without tables. Reads an artefact only if
+// the pages of the recipe depend on it. Throws Error for what --kv does not support.
+CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, const ContextRequest& request);
 
 // At the largest steps that there can be, for n_threads threads. Recipes that are slow() take more, layer by layer.
 WorkingBytes working_bytes(const llama_model& model, const CacheConfig& config, int n_threads);
 
-// Which layers have sliding windows, how they are kept, and what other forms would take. Only where there are some.
-std::string describe_sliding(const CacheConfig& config);
+// What a form of all sliding-window layers costs: their part of the cache, and what attention of the whole model takes
+// beside it (WorkingBytes). Empty if there are none. --kv-sliding auto takes the least sum.
+struct FormCost {
+    SlidingForm form;
+    size_t cache = 0;
+    size_t beside = 0;
+};
+std::vector<FormCost> form_costs(const llama_model& model, const CacheConfig& config, int n_threads);
+
+// Which layers have sliding windows, how they are kept, and what other forms cost. Only where there are some.
+std::string describe_sliding(const CacheConfig& config, std::span<const FormCost> costs);
 
 // One line: recipe, bits, bytes against 16 bit, artefact, layers kept at other types and why.
-std::string describe(const CacheConfig& config);
+std::string describe(const CacheConfig& config, std::span<const FormCost> costs);
 
 // Prompts that a server gave to the cache.
 struct PromptCounters {

@@ -425,7 +425,7 @@ void Memory::state_write(llama_io_write_i& io, llama_seq_id id, llama_state_seq_
 std::vector<int32_t> Memory::saved_ids(const Cache::Read& read) const {
     uint32_t n = 0;
     read(&n, sizeof n);
-    if (n != 1) { fail("the saved state holds {} sequences, 1 is wanted", n); }
+    if (n != 1) { fail("the saved state is damaged, or not of one sequence: it says that it holds {}", n); }
     return cache_->saved_ids(read);
 }
 
@@ -434,7 +434,7 @@ void Memory::state_read(llama_io_read_i& io, llama_seq_id id, llama_state_seq_fl
     const auto [first, last] = sequences(id);
     uint32_t n = 0;
     io.read(&n, sizeof n);
-    if (n != uint32_t(last - first)) { fail("the saved state holds {} sequences, {} are wanted", n, last - first); }
+    if (n != uint32_t(last - first)) { fail("the saved state holds {} sequences, wanted: {} (or it is damaged)", n, last - first); }
     try {
         for (auto s = first; s < last; ++s) {
             cache_->restore(s, [&](void* data, size_t size) { io.read(data, size); }, windows_only);

@@ -112,10 +112,9 @@ void set_tables(CacheConfig& config, const Artefact* artefact);
 
 // What all sliding-window layers take in this form, with room for tokens_total; nullopt if the recipe has no pages for them:
 // those of an artefact are calibrated for layers that see everything, and those of `bf16` save nothing. Throws as shape and
-// formats do. fewest_bytes(): the form that takes the least, the first of equals.
+// formats do.
 std::optional<size_t> sliding_bytes(const CacheConfig& config, SlidingForm form);
-SlidingForm fewest_bytes(const CacheConfig& config);
-// All of them get this form, before set_formats(). Throws Error for one that the recipe does not have.
+// All of them get this form and its formats; those of other layers stay. Throws Error for one that the recipe does not have.
 void set_sliding_form(CacheConfig& config, SlidingForm form);
 std::optional<SlidingForm> sliding_form(const CacheConfig& config);  // nullopt: the model has no such layers
 

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -29,6 +30,7 @@ static_assert(std::endian::native == std::endian::little);
 constexpr uint64_t kMagic = 0x514553424d555243;  // "CRUMBSEQ"
 constexpr uint32_t kStateVersion = 2;
 constexpr uint32_t kLongestText = 256;
+constexpr int kMostLayers = 4096;
 
 struct Property {
     std::string name, value;
@@ -40,7 +42,9 @@ std::string pages(const PageFormat& format) {
                           : "";
 }
 
-// What must agree for a state to mean the same tokens here.
+constexpr size_t kTextsBeforeLayers = 8;
+
+// What must agree for a state to mean the same tokens here. The number of layers, then a text of each, come last.
 std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
     std::vector<Property> all{
         {"contents", windows_only ? "sliding windows" : "everything"},
@@ -52,6 +56,7 @@ std::vector<Property> identity(const CacheConfig& config, bool windows_only) {
         {"--kv-recent", std::to_string(config.recent)},
         {"number of layers", std::to_string(config.layers.size())},
     };
+    CRUMB_ASSERT(all.size() == kTextsBeforeLayers && config.layers.size() <= kMostLayers);
     for (size_t i = 0; i < config.layers.size(); i++) {
         const CacheLayer& l = config.layers[i];
         all.push_back({fmt::format("layer {}", i), !l.stores ? "stores nothing"
@@ -141,27 +146,48 @@ void write_header(Writer& out, const CacheConfig& config, bool windows_only, con
     out.checksum();
 }
 
+// Values of identity(), of a cache of any number of layers.
+std::vector<std::string> read_identity(Reader& in) {
+    std::vector<std::string> values(kTextsBeforeLayers);
+    for (std::string& value : values) {
+        value = in.text();
+    }
+    int n_layers = -1;
+    const std::string& digits = values.back();
+    std::from_chars(digits.data(), digits.data() + digits.size(), n_layers);
+    if (n_layers < 0 || n_layers > kMostLayers) {
+        fail("a saved sequence is damaged: its header says '{}' layers", digits);
+    }
+    for (int i = 0; i < n_layers; i++) {
+        values.push_back(in.text());
+    }
+    return values;
+}
+
+// Damage is called damage: nothing of a header is compared before its checksum is known to be right.
 Extent read_header(Reader& in, const Cache::State& state, bool windows_only) {
     if (in.number<uint64_t>() != kMagic) {
-        fail("this is not a saved sequence of crumb");
+        fail("this is not a saved sequence of crumb, or its first bytes are damaged");
     }
     const auto version = in.number<uint32_t>(), page = in.number<uint32_t>();
     if (version != kStateVersion || page != uint32_t(kPageFormatVersion)) {
-        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build", version,
-             page, kStateVersion, kPageFormatVersion);
+        fail("the sequence was saved in format {}.{}, this build reads {}.{}: save it again with this build (or its "
+             "first bytes are damaged)",
+             version, page, kStateVersion, kPageFormatVersion);
     }
-    for (const Property& property : identity(state.config, windows_only)) {
-        const std::string found = in.text();
-        if (found != property.value) {
-            fail("the sequence was saved with {} '{}', here it is '{}': start with the settings that it was saved with",
-                 property.name, found, property.value);
-        }
-    }
+    const std::vector<std::string> found = read_identity(in);
     Extent e;
     for (int32_t* position : {&e.length, &e.coded_end, &e.exact_begin, &e.window_begin}) {
         *position = in.number<int32_t>();
     }
     in.checksum("the header");
+    const std::vector<Property> here = identity(state.config, windows_only);
+    for (size_t i = 0; i < here.size(); i++) {  // of layers only if there are as many
+        if (found[i] != here[i].value) {
+            fail("the sequence was saved with {} '{}', here it is '{}': start with the settings that it was saved with",
+                 here[i].name, found[i], here[i].value);
+        }
+    }
     if (e.length > state.rules.longest) {
         fail("the saved sequence has {} tokens, a sequence here at most {}: use a larger context (-c)", e.length,
              state.rules.longest);

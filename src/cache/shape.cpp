@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "cache/extent.h"
@@ -80,8 +79,8 @@ int64_t blocks_within(size_t memory, const CacheShape& shape, int64_t n_sequence
     const auto mib = [](size_t bytes) { return double(bytes) / (1 << 20); };
     const size_t least = windows + size_t(2 * n_sequences) * block;
     if (memory < least) {
-        fail("--kv-memory {:.1f}M is too little: the windows of {} sequences take {:.1f} MiB, and {:.2f} MiB hold {} "
-             "tokens; give at least {:.0f}M, or fewer sequences (-np)",
+        fail("--kv-memory {:.1f}M is too little: with -np {} the windows take {:.1f} MiB, and {:.2f} MiB hold {} "
+             "tokens; give at least {:.0f}M, or a smaller -np",
              mib(memory), n_sequences, mib(windows), mib(block), page_tokens, std::ceil(mib(least)));
     }
     return block == 0 ? 0 : int64_t((memory - windows) / block);
@@ -120,19 +119,18 @@ std::optional<size_t> sliding_bytes(const CacheConfig& config, SlidingForm form)
     return std::accumulate(bytes.begin(), bytes.end(), size_t(0));
 }
 
-SlidingForm fewest_bytes(const CacheConfig& config) {
-    return *std::ranges::min_element(kSlidingForms, {}, [&](SlidingForm form) {
-        return sliding_bytes(config, form).value_or(std::numeric_limits<size_t>::max());
-    });
-}
-
 void set_sliding_form(CacheConfig& config, SlidingForm form) {
     if (form == SlidingForm::pages && !has_sliding_pages(config.recipe)) {
         fail("sliding-window layers cannot have pages of '{}' ({}): take q8 or bf16 for them", label(config.recipe),
              config.recipe.coded() ? "its bases are calibrated for layers that see everything" : "they would save nothing");
     }
-    for (CacheLayer& layer : config.layers) {
-        layer.form = layer.window > 0 ? form : SlidingForm::bf16;
+    config.formats.resize(config.layers.size());
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        CacheLayer& layer = config.layers[i];
+        if (layer.window > 0 && layer.stores) {
+            layer.form = form;
+            config.formats[i] = layer.has_codes() ? page_format(recipe_of(config, layer), layer.dim_k, layer.dim_v) : PageFormat{};
+        }
     }
 }
 
@@ -191,8 +189,8 @@ CacheShape shape_of(const CacheConfig& config) {
     }
     for (const PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
         if (pool->n_blocks >= kNoBlock) {
-            fail("a KV cache of {} sequences and {} tokens has too many blocks: lower -c or -np", n,
-                 config.tokens_total);
+            fail("a KV cache of {} tokens with -np {} has too many blocks: lower {}", config.tokens_total, n,
+                 config.memory > 0 ? "--kv-memory" : "-c or -np");
         }
     }
     return shape;

@@ -212,11 +212,37 @@ TEST(SlidingWindows, TakeTheFormThatIsAskedFor) {
           {std::optional(SlidingForm::bf16), 2048, SlidingForm::bf16, "stay BF16"},
           {std::optional<SlidingForm>(), 2048, SlidingForm::q8, "in 8 bits"}}) {
         options.sliding = form;
-        const CacheConfig config = cache_geometry(*model, options, n_ctx, 1, 64);
+        const CacheConfig config = cache_geometry(*model, options, {.n_ctx = n_ctx, .n_ubatch = 64});
         EXPECT_EQ(sliding_form(config), taken);
-        EXPECT_THAT(describe(config), testing::HasSubstr(fmt::format("15 sliding-window layers (512 tokens) {}", words)));
+        EXPECT_THAT(describe(config, form_costs(*model, config, 1)), testing::HasSubstr(fmt::format("15 sliding-window layers (512 tokens) {}", words)));
         const auto context = new_context(model.get(), {.n_ctx = n_ctx, .n_ubatch = 64}, options);
         EXPECT_THAT(kv_properties(), testing::HasSubstr(fmt::format(R"("sliding_windows":{{"form":"{}","bytes":{{"bf16":)", name(taken))));
+    }
+    // Rows of 8 bits need more working memory a thread: with many threads it is more than they save.
+    options.sliding = std::nullopt;
+    const auto taken = [&](int n_threads) { return sliding_form(cache_geometry(*model, options, {.n_ctx = 768, .n_threads = n_threads})); };
+    EXPECT_EQ(taken(1), SlidingForm::q8);
+    EXPECT_EQ(taken(32), SlidingForm::bf16);
+}
+
+// What inspect says of a server, whose requests share a context and which keeps windows of prefixes.
+TEST(Bytes, PrintedEqualsAllocatedForEveryFormOfWindows) {
+    quiet_log();
+    const auto model = load_model(model_path(kGemma3));
+    for (const std::optional<SlidingForm> form : {std::optional(SlidingForm::bf16), {SlidingForm::q8}, {SlidingForm::pages}, {std::nullopt}}) {
+        for (const int n_sequences : {1, 4}) {
+            KvOptions options = kv("had2");
+            options.sliding = form;
+            options.kept_windows = kServedWindows;
+            const auto context = new_context(model.get(), {.n_ctx = 700, .n_ubatch = 128, .n_threads = 2, .n_sequences = n_sequences}, options);
+            const CacheConfig config = cache_geometry(*model, options, {.n_ctx = 700, .n_sequences = n_sequences, .unified = n_sequences > 1,
+                                                                        .n_batch = 128, .n_ubatch = 128, .n_threads = 2});
+            const CacheBytes planned = cache_bytes(config), real = kv_status()->bytes;
+            EXPECT_EQ(planned.coded, real.coded);
+            EXPECT_EQ(planned.exact, real.exact);
+            EXPECT_EQ(planned.window, real.window);
+            EXPECT_EQ(planned.tokens, real.tokens);
+        }
     }
 }
 
@@ -224,7 +250,7 @@ TEST(Bytes, PrintedEqualsAllocated) {
     quiet_log();
     const auto model = load_model(model_path(kSmolLM2));
     const auto context = new_context(model.get(), {.n_ctx = 8192, .n_ubatch = 512}, kv("quarot:paper"));
-    const auto config = cache_geometry(*model, kv("quarot:paper"), 8192, 1, 512);
+    const auto config = cache_geometry(*model, kv("quarot:paper"), {.n_ctx = 8192});
     const auto planned = cache_bytes(config), real = kv_status()->bytes;
     EXPECT_EQ(planned.total(), real.total());
     EXPECT_EQ(planned.coded, real.coded);
@@ -236,7 +262,7 @@ TEST(Bytes, WorkingMemoryIsWithinWhatWasSaid) {
     quiet_log();
     const auto model = load_model(model_path(kSmolLM2));
     const int n = 1024, n_ubatch = 512, n_threads = 2;
-    const auto planned = working_bytes(*model, cache_geometry(*model, kv("quarot:paper"), n, 1, n_ubatch), n_threads);
+    const auto planned = working_bytes(*model, cache_geometry(*model, kv("quarot:paper"), {.n_ctx = n, .n_ubatch = n_ubatch}), n_threads);
     const auto context = new_context(model.get(), {.n_ctx = n, .n_ubatch = n_ubatch, .n_threads = n_threads}, kv("quarot:paper"));
     const auto tokens = text_tokens(model.get(), "docs", n);
     int at = 0;

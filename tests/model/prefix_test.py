@@ -12,6 +12,10 @@ import server
 from server import CRUMB, MODEL, TEXT, Server
 
 PROMPT = TEXT * 16 + "In short,"  # 259 tokens: a hit is 256 of them; with 64 recent ones half of them are codes
+METRICS = set("""kv_cache_bytes kv_cache_bytes_in_use kv_cache_capacity_tokens kv_cache_usage_ratio kv_cache_bits_per_element kv_pages_in_use
+kv_pages_shared kv_pages_kept kv_pages_evicted_total kv_pages_demoted_total prefix_cache_queries_total prefix_cache_hits_total
+prefix_tokens_found_total kv_tokens_aged_early_total kv_context_shifts_total kv_tokens_dropped_total kv_tokens_recomputed_total
+kv_rows_saturated_total kv_nonfinite_total""".split())
 CODED = ["--kv", "quarot:paper", "--kv-recent", "64", "--metrics", "--slots"]
 
 
@@ -118,6 +122,7 @@ class SharedPrefixes(unittest.TestCase):
         self.assertEqual(metrics["crumb:prefix_cache_hits_total"], metrics["llamacpp:prompt_tokens_cached_total"])
         self.assertEqual(metrics["crumb:prefix_cache_queries_total"],
                          metrics["llamacpp:prompt_tokens_cached_total"] + metrics["llamacpp:prompt_tokens_total"])
+        self.assertEqual({name[6:] for name in metrics if name.startswith("crumb:")}, METRICS)
         self.assertIn("KV cache size: 2048 tokens; maximum concurrency for 512 tokens per request: 4.00x", server.output())
         now = server.call("/kv.json")
         self.assertTrue(all(s["tokens"] > 256 and s["coded"] == 2 for s in now["sequences"]))

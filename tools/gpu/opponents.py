@@ -18,11 +18,14 @@ import statistics
 import sys
 import types
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ModuleNotFoundError:
+    torch = None  # --help does without
 
 DIM = 128
-KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+KERNELS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}  # of SDPBackend
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (16, 32768), (32, 32768), (32, 131072)]
 CHUNKS = [(8192, 0), (2048, 32768), (512, 32768), (64, 32768), (512, 0)]  # rows, tokens before them
 SPLITS = [8, 16, 32, 128]
@@ -75,7 +78,7 @@ def measure(name, heads, heads_kv, batch, context):
 
     def launch(i):
         k, v = kv[i % copies]
-        with sdpa_kernel(KERNELS[name]):
+        with sdpa_kernel(getattr(SDPBackend, KERNELS[name])):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=heads != heads_kv)
 
     wrong = error(launch(0)[0, :, 0], attention(q[0, :, 0], kv[0][0][0], kv[0][1][0]))
@@ -95,7 +98,7 @@ def measure_prefill(name, heads, heads_kv, rows, depth):
     best = {}
     for mask, options in masks.items():
         def launch(_):
-            with sdpa_kernel(KERNELS[name]):
+            with sdpa_kernel(getattr(SDPBackend, KERNELS[name])):
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=heads != heads_kv, **options)
 
         try:
@@ -167,11 +170,13 @@ def measure_oscar(oscar, heads, heads_kv, batch, context):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two shapes alone")
     parser.add_argument("--prefill", action="store_true", help="chunks of prompts only")
-    parser.add_argument("--oscar")
+    parser.add_argument("--oscar", metavar="FILE", help="OSCAR's Triton kernel")
     args = parser.parse_args()
+    if torch is None or not torch.cuda.is_available():
+        parser.exit(1, "opponents.py: error: this needs PyTorch and a GPU that it can use\n")
     for rows, depth in CHUNKS:
         for name in KERNELS:
             row = {"bench": "opponent-prefill", "kernel": name, "heads": "32/8", "rows": rows, "depth": depth}

@@ -88,6 +88,9 @@ def write(path, shape):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) != 3 or sys.argv[2] not in SHAPES:
         sys.exit(__doc__)
     write(sys.argv[1], SHAPES[sys.argv[2]])

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The files of tools/gpu/bench.sh as a Markdown table on standard output, one JSON file and two SVG plots beside them:
 speed-up over the context, and share of the read roof. Usage: table.py FOLDER"""
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -125,7 +126,9 @@ def main(folder):
     everything = rows(folder / "ours.jsonl")
     opponents = rows(folder / "opponents.jsonl")
     bf16, oscar = best_of(opponents, ("cudnn", "flash")), best_of(opponents, ("oscar-int2",))
-    roof = next(row for row in everything if row["bench"] == "roof")
+    roof = next((row for row in everything if row["bench"] == "roof"), None)
+    if roof is None:
+        sys.exit(f"table.py: error: {folder / 'ours.jsonl'} is not there or has no read roof: tools/gpu/bench.sh writes it")
     print(f"{roof['device']}, read roof {roof['tbs']:.2f} TB/s.\n")
     table(everything, bf16, oscar)
     chunk_table(everything, opponents)
@@ -137,4 +140,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)

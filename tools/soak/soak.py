@@ -30,7 +30,10 @@ import threading
 import time
 import urllib.error
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError:
+    openai = None  # tools/soak/run.sh brings it; --help does without
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import loopback  # noqa: E402
@@ -386,6 +389,8 @@ def main():
     parser.add_argument("--folder", help="of slot files; default: a temporary one")
     parser.add_argument("--json", help="write the report there")
     args = parser.parse_args()
+    if not openai:
+        parser.exit(1, "soak: error: the Python package openai is not there: call tools/soak/run.sh, which brings it\n")
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = args.folder or os.path.join(scratch, "slots"), os.path.join(scratch, "log")
         os.makedirs(folder, exist_ok=True)
