@@ -27,6 +27,8 @@ class Refusals(unittest.TestCase):
     def test_flags(self):
         model = ["run", "-m", "model.gguf", "-p", "x"]
         self.refused(2, "unknown command", arguments=["bnech"])
+        self.refused(2, "crumb compare: error: unknown or too many: -c 2048 --odd; crumb compare --help",
+                     arguments=["compare", "-m", "m", "-f", "f", "-p", "p", "-c", "2048", "--odd", "--kv", "had2"])
         self.refused(2, "--tokens", arguments=["calibrate", "-m", "model.gguf", "--tokens", "many"])
         self.refused(2, "--skip", arguments=["calibrate", "-m", "model.gguf", "--skip", "-1"])
         self.refused(1, "no KV recipe 'nope'", "oscar", arguments=[*model, "--kv", "nope"])

@@ -1,6 +1,7 @@
 #include "command_line.h"
 
 #include <algorithm>
+#include <cstdio>
 
 namespace crumb::app {
 
@@ -15,6 +16,12 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
     try {
         app.parse(std::move(arguments));
         return std::nullopt;
+    } catch (const CLI::ExtrasError&) {  // CLI11 names them backwards
+        std::string extras;
+        for (const auto& extra : app.remaining(true)) { extras += " " + extra; }
+        std::fprintf(stderr, "%s: error: unknown or too many:%s; %s --help lists what there is\n", app.get_name().c_str(), extras.c_str(),
+                     app.get_name().c_str());
+        return kUsageError;
     } catch (const CLI::ParseError& e) {
         return app.exit(e) == 0 ? 0 : kUsageError;
     }

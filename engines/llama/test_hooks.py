@@ -149,6 +149,13 @@ class server_http_context::Impl {
         return paths;
     // a browser that used the built-in UI keeps its service worker, so it shows the old UI
 """,
+    http.SERVER_MAIN: """\
+        } catch (const std::exception & e) {
+            // treat other exceptions as server error (500)
+            error = ERROR_TYPE_SERVER;
+        } catch (const std::exception & e) {
+            SRV_ERR("got another exception");
+""",
     cuda.CUDA_H: """\
 GGML_BACKEND_API ggml_backend_reg_t ggml_backend_cuda_reg(void);
 """,

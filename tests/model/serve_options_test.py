@@ -175,7 +175,7 @@ class Clients(unittest.TestCase):
         for name in ("../crumb-outside", outside, "..", ".", "a/../../crumb-outside", "..\\crumb-outside", "%2e%2e/crumb-outside", "a\0b", "a\nb", "x" * 300, 7, None, []):
             for action in ("save", "restore"):
                 status, _ = self.server.refusal(f"/slots/0?action={action}", {"filename": name}, **self.key)
-                self.assertIn(status, range(400, 501), (action, name))
+                self.assertEqual(status, 400, (action, name))
         self.assertFalse(os.path.exists(outside))
         self.assertEqual([name for name in os.listdir(self.server.folder) if name != "log"], [])
 
@@ -184,8 +184,12 @@ class Clients(unittest.TestCase):
                      b'{"prompt": [999999999]}', b'{"prompt": "a", "n_predict": "b"}', b'{"prompt": "a", "grammar": "root ::= ("}', b'{"prompt": "a", "temperature": NaN}',
                      b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"):
             with self.subTest(body[:40]):
-                self.assertIn(int(self.post(body).split()[1]), (400, 500))
+                self.assertEqual(int(self.post(body).split()[1]), 400)
                 self.assertGreater(len(self.complete("One, two, three,")["content"]), 0)
+        for path in ("/slots/0?action=save", "/slots/0?action=restore", "/tokenize", "/v1/chat/completions"):
+            for body in (b"", b"{", b'{"filename": 7, "content": 7, "messages": 7}'):
+                with self.subTest(path, body=body):
+                    self.assertEqual(int(self.post(body, path).split()[1]), 400)
         self.assertEqual(int(self.post(b'{"prompt": ""}').split()[1]), 200)
 
     def test_sizes(self):

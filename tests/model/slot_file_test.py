@@ -73,6 +73,9 @@ class SlotFiles(unittest.TestCase):
                     self.assertIn(status, range(400, 500))
                     self.assertIn(why, message)
                     self.keeps_its_slot(server)
+            status, message = server.refusal("/slots/1?action=restore", {"filename": "absent"})
+            self.assertEqual(status, 400)
+            self.assertIn(f"there is no file {server.path('absent')}: POST /slots/1?action=save", message)
             for name in ("absent", "../good", "/etc/passwd", "a/b", "..", ""):
                 with self.subTest(name):
                     self.assertIn(server.refusal("/slots/0?action=restore", {"filename": name})[0], range(400, 500))

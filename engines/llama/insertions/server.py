@@ -274,7 +274,13 @@ SERVER_RESTORE = """\
 
 SERVER_NOT_RESTORED = """\
                             if (g_kv_memory) {
-                                send_error(task, "Unable to restore slot: " + g_kv_memory->refusal(), ERROR_TYPE_INVALID_REQUEST);
+                                std::string why = g_kv_memory->refusal();
+                                std::error_code error;
+                                if (!std::filesystem::exists(filepath, error)) {
+                                    why = "there is no file " + filepath + ": POST /slots/" + std::to_string(id_slot) +
+                                          "?action=save with {\\"filename\\": \\"" + filename + "\\"} makes one";
+                                }
+                                send_error(task, "Unable to restore slot: " + why, ERROR_TYPE_INVALID_REQUEST);
                                 break;
                             }
 """
