@@ -203,6 +203,21 @@ typedef struct crumb_model_identity {
 crumb_status crumb_calibration_write(const crumb_calibration* calibration, const crumb_model_identity* model, const char* texts,
                                      const char* metric, const int* layers, int n_layers, const char* file);
 
+/* Base-4 digits that a recipe gives the directions of K, or of V, of a layer: what trains its bases wants to know. */
+crumb_status crumb_layer_digits(const crumb_layer* layer, int of_values, uint8_t* digits /* [n_head_kv][dim] */);
+
+/* A basis of `planes` as the artefact has it (artefact.h). */
+typedef struct crumb_basis {
+    int layer, of_values;
+    const float *encode, *decode; /* [n_head_kv][dim][dim], inverse to each other */
+    const float* step;            /* [n_head_kv][3][dim] */
+} crumb_basis;
+
+/* The artefact `from` with these bases in place of its own, to `file`. how: what provenance says of them; tokens: n sequences
+ * of n_tokens that they were trained on, which crumb eval then knows. */
+crumb_status crumb_artefact_with_bases(const char* from, const crumb_basis* bases, int n_bases, const char* how,
+                                       const int32_t* tokens, int n, int n_tokens, const char* file);
+
 #ifdef __cplusplus
 }
 #endif

@@ -51,6 +51,12 @@ class _Identity(ctypes.Structure):
     ]
 
 
+class _Basis(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("layer", "of_values")] + [
+        (name, ctypes.POINTER(ctypes.c_float)) for name in ("encode", "decode", "step")
+    ]
+
+
 def _load():
     _check_torch(torch.__version__)
     path = pathlib.Path(__file__).with_name("crumb_torch.so")
@@ -73,6 +79,9 @@ def _load():
         ("tables_bytes", status, [handle, ctypes.POINTER(size)]),
         ("tables_write", status, [handle, handle, size]),
         ("workspace_bytes", status, [handle, ctypes.POINTER(_Step), ctypes.POINTER(size)]),
+        ("layer_digits", status, [handle, status, handle]),
+        ("artefact_with_bases", status, [ctypes.c_char_p, ctypes.POINTER(_Basis), status, ctypes.c_char_p,
+                                         ctypes.POINTER(ctypes.c_int32), status, status, ctypes.c_char_p]),
         ("calibration_create", status, [ctypes.c_int, ctypes.c_int, ctypes.POINTER(handle)]),
         ("calibration_destroy", None, [handle]),
         ("calibration_begin", status, [handle, ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int]),
