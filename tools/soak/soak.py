@@ -292,11 +292,11 @@ class Soak:
         dice = random.Random(self.seed * 1000 + number)
         while time.monotonic() < end:
             action = dice.choices([a for a, _ in self.ACTIONS], [w for _, w in self.ACTIONS])[0]
-            process = self.server.process
+            down, process = self.server.down.is_set(), self.server.process
             try:
                 action(self, dice, dice.choice(self.conversations))
             except (openai.APIConnectionError, OSError, http.client.HTTPException) as error:
-                if self.server.down.is_set() or process is not self.server.process or process.poll() == -signal.SIGKILL:
+                if down or self.server.down.is_set() or process is not self.server.process or process.poll() == -signal.SIGKILL:
                     self.count("lost by a kill")
                     time.sleep(0.5)
                 elif isinstance(error, urllib.error.HTTPError):
@@ -304,7 +304,7 @@ class Soak:
                 else:
                     self.fail("the connection broke", action=action.__name__, error=repr(error))
             except openai.APIError as error:
-                if process is not self.server.process or self.server.down.is_set():
+                if down or process is not self.server.process or self.server.down.is_set():
                     self.count("lost by a kill")
                 else:
                     self.fail("an error", action=action.__name__, error=repr(error))
