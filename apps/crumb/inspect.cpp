@@ -83,6 +83,7 @@ struct Use {
     CacheConfig config;
     llama::WorkingBytes working;
     std::vector<llama::FormCost> forms;  // of sliding windows
+    size_t exact = 0;                    // of --kv-verify
     CacheBytes bytes = cache_bytes(config);
 };
 
@@ -90,7 +91,8 @@ Use use_of(const llama_model& model, std::string name, const llama::KvOptions& k
     CacheConfig config = llama::cache_geometry(model, kv, request);
     const auto working = llama::working_bytes(model, config, request.n_threads);
     auto forms = llama::form_costs(model, config, request.n_threads);
-    return {std::move(name), std::move(config), working, std::move(forms)};
+    const size_t exact = kv.verify > 0 ? cache_bytes(llama::Verify::exact_config(config)).total() : 0;
+    return {std::move(name), std::move(config), working, std::move(forms), exact};
 }
 
 void print_pages(const CacheConfig& config) {
@@ -145,6 +147,7 @@ void print_cost(const std::vector<Use>& uses, int threads) {
     size("beside it, maps", [](const Use& use) { return use.working.maps; });
     size("and working memory", [](const Use& use) { return use.working.attention; },
          config.recipe.slow() ? "at most; decoded pages, some MiB, are not counted" : "at most");
+    if (uses.front().exact > 0) { size("for --kv-verify", [](const Use& use) { return use.exact; }, "exact K and V"); }
     size("16-bit KV", [](const Use& use) { return use.bytes.bf16_equivalent; });
     line("times as much", [](const Use& use) { return double(use.bytes.bf16_equivalent) / double(use.bytes.total()); }, "{:.2f}");
     line("bits an element", [](const Use& use) { return use.bytes.effective_bits; }, "{:.3f}",

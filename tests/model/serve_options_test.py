@@ -77,15 +77,19 @@ class Options(unittest.TestCase):
 
     def test_inspect_says_what_a_server_takes(self):
         for flags in ([], ["-c", "768"], ["-np", "1"], ["-np", "3", "-c", "1000"], ["-np", "2", "-c", "1024", "-kvu"], ["-c", "512", "-ub", "700", "-b", "300"],
-                      ["-np", "2", "-c", "1024", "--kv-memory", "64M", "--kv-recent", "64"]):
+                      ["-np", "2", "-c", "1024", "--kv-memory", "64M", "--kv-recent", "64"], ["-np", "1", "-c", "512", "--kv-verify", "8"]):
             with self.subTest(" ".join(flags)):
                 command = ["-m", MODEL, "--kv", "had2", "-t", "1", *flags]
                 said = subprocess.run([CRUMB, "inspect", *command], capture_output=True, text=True, timeout=60, check=True).stdout
                 with loopback.Server([CRUMB, "serve", *command, "--no-warmup"]) as server:
                     cache = server.call("/props")["kv_cache"]
+                    more = re.search(r"exact K and V, which takes ([\d.]+) MiB more", server.output())
                 first = lambda what: float(re.search(rf"^  {what} +([\d.]+)", said, re.M)[1])
                 self.assertEqual(first("tokens together"), cache["capacity_tokens"])
                 self.assertEqual(first("tokens of a request"), cache["tokens_per_request"])
+                if more:
+                    self.assertAlmostEqual(first("for --kv-verify"), float(more[1]), delta=0.06)
+                self.assertEqual(bool(more), "--kv-verify" in flags)
                 for what, key in (("together", "total"), ("pages", "pages"), ("sinks and recent tokens", "windows"), ("16-bit KV", "at_16_bit")):
                     self.assertAlmostEqual(first(what), cache["bytes"][key] / 2**20, delta=0.006, msg=what)
 
