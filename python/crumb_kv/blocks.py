@@ -138,6 +138,16 @@ def tiles(rows, tokens, chunk=None):
     return np.concatenate(made)
 
 
+def tile_groups(rows, tokens, chunk=None):
+    """The same as tiles() for attention that is done one after the other: sequences with `chunk` rows and more, each alone, and all
+    others, which such a tile would pad to its size."""
+    counts = np.bincount(rows[:, 0])
+    large = [] if chunk is None else np.nonzero(counts >= chunk)[0]
+    small = ~np.isin(rows[:, 0], large)
+    groups = [small] * bool(small.any()) + [rows[:, 0] == sequence for sequence in large]
+    return [tiles(rows[group], tokens[group], chunk) for group in groups]
+
+
 def _int32(rows, width):
     return np.asarray(rows, np.int32).reshape(-1, width)
 

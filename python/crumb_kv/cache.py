@@ -219,7 +219,7 @@ class CrumbCache(Cache):
             counts = self._counts.setdefault(device, torch.zeros(2, dtype=torch.int32, device=device))
             ops.encode(handle, on.jobs, layer.exact, layer.coded, counts, tables)
         step = (on.rows, on.coded_ids, on.exact_ids, self.rules.sink, multiprocessors(device))
-        workspace = self._workspace(coder.workspace_bytes(on.rows, on.coded_ids), device)
+        workspace = self._workspace(coder.workspace_bytes(device, *on.rows.shape[:2], on.coded_ids.shape[1]), device)
         ops.plan(handle, *step, workspace)
         ops.attend(handle, q, *step, layer.coded, layer.exact, tables, None, workspace, out)
 

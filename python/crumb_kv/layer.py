@@ -77,16 +77,15 @@ class Layer:
         """Whether the kernels of a device take tiles of CHUNK rows and more: on CUDA, for some sizes of heads. Smaller ones they all take."""
         if device not in self._takes_chunks:
             try:
-                self._takes_chunks[device] = device.type != "cpu" and self._workspace_bytes(device, 1, CHUNK, 1) > 0
+                self._takes_chunks[device] = device.type != "cpu" and self.workspace_bytes(device, 1, CHUNK, 1) > 0
             except ValueError:
                 self._takes_chunks[device] = False
         return self._takes_chunks[device]
 
-    def workspace_bytes(self, rows, ids):
-        """Bytes that plan() and attend() of a step with these rows and tables of blocks need."""
-        return 0 if rows.device.type == "cpu" else self._workspace_bytes(rows.device, *rows.shape[:2], ids.shape[1])
-
-    def _workspace_bytes(self, device, n_tiles, rows_per_tile, blocks):
+    def workspace_bytes(self, device, n_tiles, rows_per_tile, blocks):
+        """Bytes that plan() and attend() of a step with such rows and tables of `blocks` blocks need."""
+        if device.type == "cpu":
+            return 0
         step, size = library._Step(), ctypes.c_size_t()
         step.backend, step.n_tiles, step.rows_per_tile, step.ids_stride = library.CUDA, n_tiles, rows_per_tile, blocks
         step.multiprocessors = multiprocessors(device)

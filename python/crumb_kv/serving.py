@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from . import models
-from .blocks import PAGE, Rules, tiles
+from .blocks import PAGE, Rules, tile_groups
 from .heads import heads_of_rank
-from .layer import make_layers
-from .windows import Windows, slots_for
+from .layer import CHUNK, make_layers, multiprocessors
+from .windows import PIECE, Windows, slots_for
 
 MIB = 1 << 20
 
@@ -55,50 +55,78 @@ def refuse_model(engine, why, remedy="Leave the crumb options out"):
 
 @dataclass(frozen=True)
 class Work:
-    """A Piece of Windows as tensors."""
+    """A Piece of Windows as tensors of the device."""
 
     tokens: torch.Tensor | slice  # rows of the step
     slots: torch.Tensor
     positions: torch.Tensor
     saved: torch.Tensor
     jobs: torch.Tensor
-    rows: torch.Tensor
+    rows: list[torch.Tensor]  # what attention takes one after the other
     coded: torch.Tensor
     exact: torch.Tensor
     sink: int
 
 
-def _work_of(piece):
-    tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, np.int32))
-    tokens, first = torch.from_numpy(piece.tokens.astype(np.int64)), int(piece.tokens[0])
-    if np.array_equal(piece.tokens, np.arange(first, first + len(piece.tokens))):
-        tokens = slice(first, first + len(piece.tokens))  # neighbours are not copied
-    return Work(tokens, tensor(piece.slots), tensor(piece.positions), tensor(piece.saved), tensor(piece.jobs),
-                tensor(tiles(piece.rows, piece.tokens)), tensor(piece.coded), tensor(piece.exact), piece.sink)
+ALIGNMENT = 16  # numbers of 4 bytes: 64 bytes
+
+
+def _on_device(arrays, device):
+    """Arrays as int32 tensors. They go to a GPU in one copy, which nothing waits for."""
+    arrays = [np.ascontiguousarray(array, np.int32) for array in arrays]
+    ends = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)])
+    host = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for array, begin in zip(arrays, ends):
+        host.numpy()[begin : begin + array.size] = array.reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [there[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, ends)]
+
+
+def _work_of(pieces, device, chunk):
+    """The Work of Pieces. chunk: as tile_groups() takes it."""
+    arrays, counts = [], []
+    for piece in pieces:
+        groups = tile_groups(piece.rows, piece.tokens, chunk)
+        arrays += [piece.tokens, piece.slots, piece.positions, piece.saved, piece.jobs, piece.coded, piece.exact, *groups]
+        counts.append(len(groups))
+    tensors = iter(_on_device(arrays, device))
+    work = []
+    for piece, n_groups in zip(pieces, counts):
+        tokens, slots, positions, saved, jobs, coded, exact = (next(tensors) for _ in range(7))
+        first, n = int(piece.tokens[0]), len(piece.tokens)
+        if np.array_equal(piece.tokens, np.arange(first, first + n)):
+            tokens = slice(first, first + n)  # neighbours are not copied
+        work.append(Work(tokens, slots, positions, saved, jobs, [next(tensors) for _ in range(n_groups)], coded, exact, piece.sink))
+    return work
 
 
 class Served:
     """A model on one rank. shapes: of all layers of the model, on whatever rank they are, for `planes` spends its budget over
     all of them; numbers: of the layers that are here; config: the text model's; weights: as why_not_this_artefact() takes them;
-    sequences, longest: how many run at once, and the tokens of the longest."""
+    sequences, longest: how many run at once, and the tokens of the longest; device: where K, V and queries lie."""
 
-    def __init__(self, engine, logger, options, shapes, numbers, config, weights, rank, size, sequences, longest):
-        self.engine, self.logger, self.options = engine, logger, options
+    def __init__(self, engine, logger, options, shapes, numbers, config, weights, rank, size, sequences, longest,
+                 device=torch.device("cpu")):
+        self.engine, self.logger, self.options, self.device = engine, logger, options, device
         self.rules = Rules(options.sink, options.recent)
         whole = make_layers(options.recipe, shapes, options.artefact)
         self._check_artefact(config, shapes, weights)
-        self.order = models.channel_order(config, shapes[0].dim_k)
+        order = models.channel_order(config, shapes[0].dim_k)
+        self.order = None if order is None else order.to(device)
         first, n = heads_of_rank(shapes[0].n_head_kv, rank, size)
         self.coders = {number: whole[number].slice(first, n, shapes[0].n_head // size // n) for number in numbers}
         self.block_bytes = sum(coder.block_bytes for coder in self.coders.values())
         self.exact_block_bytes = sum(coder.exact_block_bytes for coder in self.coders.values())
-        self.sequences = sequences
+        self._tables = self._make_tables()
+        self._multiprocessors = multiprocessors(device)
+        self._chunk = CHUNK if all(coder.takes_chunks(device) for coder in self.coders.values()) else None
+        self.sequences, self._longest = sequences, longest
         self.n_slots = slots_for(self.rules, sequences + options.spare_windows, longest)
         self.windows_bytes = self.n_slots * self.exact_block_bytes
         self.windows = None
-        self.counts = torch.zeros(2, dtype=torch.int32)
-        self.no_workspace = torch.zeros(0, dtype=torch.uint8)
-        self._out = torch.zeros(0)
+        self.counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self._workspace, self._workspace_sizes = torch.zeros(0, dtype=torch.uint8, device=device), {}
+        self._out = torch.zeros(0, device=device)
         self._warned = False
         self._say_recipe(rank, size)
 
@@ -110,11 +138,25 @@ class Served:
         elif why := models.why_not_this_artefact(self.options.artefact, config, shapes, weights):
             refuse_model(self.engine, *why)
 
+    def _make_tables(self):
+        try:
+            return {number: coder.tables(self.device) for number, coder in self.coders.items()}
+        except ValueError as e:
+            refuse_model(self.engine, str(e), "Take had2, oscar or planes and a model with heads of 64 or 128 channels, or leave the "
+                         "crumb options out")
+
     def take_windows(self):
         """The memory of the exact rows."""
         self.windows = Windows(self.rules, self.n_slots)
-        self.exact = {number: torch.zeros(self.n_slots, coder.exact_block_bytes, dtype=torch.uint8)
+        self.exact = {number: torch.zeros(self.n_slots, coder.exact_block_bytes, dtype=torch.uint8, device=self.device)
                       for number, coder in self.coders.items()}
+
+    def take_room(self, tokens, heads, dim):
+        """The memory of the largest step, so that what is left can be told before there is one."""
+        self._room(tokens, heads, dim)
+        few, blocks = min(self.sequences, PIECE), -(-self._longest // PAGE)
+        for n_tiles, rows_per_tile in ((few, 1), (few + PIECE // 8, 8), (1, PIECE if self._chunk else 8)):
+            self._work_room(n_tiles, rows_per_tile, blocks)
 
     def check_windows(self, memory, remedy):
         if 2 * self.windows_bytes > memory:
@@ -143,7 +185,7 @@ class Served:
 
     def work(self, tables, lengths, counts):
         """What a step does in every layer, as Windows.step() says."""
-        work = [_work_of(piece) for piece in self.windows.step(tables, lengths, counts)]
+        work = _work_of(self.windows.step(tables, lengths, counts), self.device, self._chunk)
         if self.windows.aged_early_tokens and not self._warned:
             self._warned = True
             self.logger.warning("crumb: a prefix was found whose window is gone: its newest tokens are read through their codes. Raise "
@@ -153,7 +195,7 @@ class Served:
     def attend(self, number, work, query, key, value, coded):
         """query [tokens, heads, D], key, value [tokens, KV heads, D] of this rank; coded: uint8 [pages, block_bytes]. Returns
         float32 [tokens, heads, D_v], which is good until the next call; rows that only pad the step have any value."""
-        coder, exact, ops = self.coders[number], self.exact[number], torch.ops.crumb
+        coder, exact, tables, ops = self.coders[number], self.exact[number], self._tables[number], torch.ops.crumb
         handle = coder.handle
         if self.order is not None:
             query, key = query[..., self.order], key[..., self.order]
@@ -161,16 +203,27 @@ class Served:
         out = self._room(len(q), q.shape[1], v.shape[2])
         for piece in work:
             if len(piece.saved) > 0:
-                ops.encode(handle, piece.saved, exact, coded, self.counts)
+                ops.encode(handle, piece.saved, exact, coded, self.counts, tables)
             ops.store(handle, k[piece.tokens], v[piece.tokens], piece.slots, piece.positions, exact)
             if len(piece.jobs) > 0:
-                ops.encode(handle, piece.jobs, exact, coded, self.counts)
-            step = (piece.rows, piece.coded, piece.exact, piece.sink, 1)
-            ops.plan(handle, *step, self.no_workspace)
-            ops.attend(handle, q, *step, coded, exact, None, None, self.no_workspace, out)
+                ops.encode(handle, piece.jobs, exact, coded, self.counts, tables)
+            for rows in piece.rows:
+                step = (rows, piece.coded, piece.exact, piece.sink, self._multiprocessors)
+                workspace = self._work_room(*rows.shape[:2], piece.coded.shape[1])
+                ops.plan(handle, *step, workspace)
+                ops.attend(handle, q, *step, coded, exact, tables, None, workspace, out)
         return out
 
     def _room(self, tokens, heads, dim):
         if self._out.numel() < tokens * heads * dim:
-            self._out = torch.zeros(tokens * heads * dim)
+            self._out = torch.zeros(tokens * heads * dim, device=self.device)
         return self._out[: tokens * heads * dim].view(tokens, heads, dim)
+
+    def _work_room(self, n_tiles, rows_per_tile, blocks):
+        """What plan() and attend() of any layer write in between."""
+        shape = (n_tiles, rows_per_tile, -(-blocks // PAGE) * PAGE)  # it changes seldom, and is asked for in every layer
+        if shape not in self._workspace_sizes:
+            self._workspace_sizes[shape] = max(coder.workspace_bytes(self.device, *shape) for coder in self.coders.values())
+        if len(self._workspace) < self._workspace_sizes[shape]:
+            self._workspace = torch.empty(self._workspace_sizes[shape], dtype=torch.uint8, device=self.device)
+        return self._workspace

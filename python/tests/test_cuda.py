@@ -67,7 +67,7 @@ class World:
     def arguments(self, device, rows):
         """Of plan() and attend()."""
         rows, ids = rows.to(device), self.ids.to(device)
-        workspace = torch.empty(self.layer.workspace_bytes(rows, ids), dtype=torch.uint8, device=device)
+        workspace = torch.empty(self.layer.workspace_bytes(device, *rows.shape[:2], ids.shape[1]), dtype=torch.uint8, device=device)
         return (rows, ids, ids, RULES.sink, multiprocessors(device)), workspace, torch.zeros(self.q.shape, device=device)
 
     def attend(self, device, rows, sinks=None):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,3 +210,116 @@ def test_versions():
     for version in ("0.28.0", "0.34.0", "1.0.0"):
         with pytest.raises(Refused, match=f"this is {version}. Type: pip install"):
             check_version(version)
+
+
+# The classes without an engine: what CUDA asks of them beyond what the CPU does.
+
+
+def config(device="cuda", backend=None, **model):
+    """What the refusals look at."""
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device), attention_config=SimpleNamespace(backend=backend), speculative_config=None,
+        parallel_config=SimpleNamespace(), kv_transfer_config=None, cache_config=SimpleNamespace(block_size=64),
+        model_config=SimpleNamespace(**model))
+
+
+@pytest.mark.parametrize("given, remedy", [
+    (config(), "this build is for CPUs alone. Type: pip install .*CRUMB_CUDA=ON"),
+    (config("xpu"), "the device xpu: it runs on CPUs and on CUDA"),
+    (config("cpu", SimpleNamespace(name="FLASHINFER")), "--attention-backend FLASHINFER beside a recipe. Leave it out"),
+    (config("cpu", enable_sleep_mode=True), "Leave --enable-sleep-mode out"),
+])
+def test_refused_on_a_device(monkeypatch, given, remedy):
+    from crumb_kv import library
+    from crumb_kv.serving import Refused
+    from crumb_kv.vllm.served import _refuse_what_is_not_supported
+
+    monkeypatch.setattr(library, "has_cuda", lambda: False)
+    with pytest.raises(Refused, match=remedy):
+        _refuse_what_is_not_supported(given)
+    _refuse_what_is_not_supported(config("cpu"))
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    _refuse_what_is_not_supported(config())
+
+
+def test_every_backend_is_crumbs_with_the_options_and_vllms_without(monkeypatch):
+    from crumb_kv.serving import Refused
+    from crumb_kv.vllm import backend, register
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    monkeypatch.setattr(backend, "_asked_for", lambda: False)
+    for name, module in (("TRITON_ATTN", "triton_attn"), ("CPU_ATTN", "cpu_attn")):
+        own = AttentionBackendEnum[name].get_class()
+        assert own.__mro__[1].__module__ == "vllm.v1.attention.backends." + module and own.get_name() == name
+        assert own is AttentionBackendEnum[name].get_class() and ".".join(own.full_cls_name()) == AttentionBackendEnum[name].get_path()
+        own.get_impl_cls()
+    monkeypatch.setattr(backend, "_asked_for", lambda: True)
+    with pytest.raises(Refused, match="has run an engine without crumb"):
+        own.get_impl_cls()
+    named = [each for each in AttentionBackendEnum if each.value != ""]
+    assert {each.get_class() for each in named} == {backend.CrumbBackend}  # on CUDA vLLM asks several, by device and by model
+    assert backend.CrumbBackend.validate_configuration(head_size=80, dtype=None) == []
+
+
+class Steps:
+    """The part of Served that is asked once a step."""
+
+    def __init__(self):
+        from crumb_kv.vllm.served import Served
+
+        self.steps, self._work, self.given = 0, [], []
+        self.step = lambda *arguments: Served.step(self, *arguments)
+
+    def say_capacity_once(self):
+        pass
+
+    def work(self, tables, lengths, counts):
+        self.given.append((tables.tolist(), lengths, counts))
+        return object()
+
+
+def common(tables, lengths, counts, on_device=False):
+    """As vLLM's runners hand it over. On a GPU only the upper bound of the lengths lies on the host, and the batch may be padded."""
+    lengths = torch.tensor(lengths)
+    return SimpleNamespace(block_table_tensor=torch.tensor(tables), num_reqs=len(lengths), seq_lens_cpu_upper_bound=lengths,
+                           seq_lens=lengths.to("meta") if on_device else lengths,
+                           query_start_loc_cpu=torch.tensor([0, *counts]).cumsum(0))
+
+
+@pytest.fixture
+def builders(monkeypatch):
+    from crumb_kv.vllm import backend
+
+    steps = Steps()
+    monkeypatch.setattr(backend, "served_by", lambda config: steps)
+    return steps, lambda: backend.CrumbBuilder(None, [], None, torch.device("cpu"))
+
+
+def test_builders_of_a_step_return_the_same(builders):
+    steps, make = builders
+    first, second = make(), make()
+    for number in (1, 2):
+        work = first.build(0, common([[5, 6, 0]], [70], [3]))
+        assert second.build(common_prefix_len=0, common_attn_metadata=None) is work and len(steps.given) == number
+    later = make()  # vLLM makes them again once it knows how much memory there is
+    assert later.build(0, common([[5, 6, 0]], [73], [3])) is not work
+    with pytest.raises(RuntimeError, match="prepares step 5 after step 3"):
+        first.steps = 4
+        first.build(0, common([[5, 6, 0]], [70], [3]))
+
+
+def test_a_step_on_a_gpu_is_read_on_the_host_and_dummies_are_nobodys(builders):
+    """Rows that pad a batch have no tokens; in a trial run of vLLM's every block is 0."""
+    steps, make = builders
+    builder = make()
+    builder.build(0, common([[5, 6, 9], [7, 9, 9], [0, 9, 9]], [70, 64, 0], [3, 1, 0], on_device=True))
+    builder.build(0, common([[0, 0], [0, 0]], [1, 1], [1, 1], on_device=True))
+    assert steps.given == [([[5, 6], [7, 9], [0, 9]], [70, 64, 0], [3, 1, 0]), ([[0], [0]], [1, 1], [0, 0])]
+
+
+def test_attention_is_never_in_a_cuda_graph():
+    from crumb_kv.vllm.backend import CrumbBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    assert CrumbBuilder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER

@@ -2,14 +2,16 @@
 
     vllm serve MODEL --additional-config '{"crumb": {"recipe": "had2"}}'
 
-vLLM finds register() by the entry point vllm.general_plugins and calls it in every process. It only names the backend: what runs
-without the options is vLLM's own (backend.py).
+vLLM finds register() by the entry point vllm.general_plugins and calls it in every process. It puts a name of ours before each of
+vLLM's backends: with the options all of them are crumb's, whichever vLLM would take on this device, and without them vLLM's own
+(backend.py).
 """
 
 
 def register():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = "crumb_kv.vllm.backend.Backend"
-    register_backend(AttentionBackendEnum.CUSTOM, path)
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)  # the CPU platform of vLLM takes no other name
+    for backend in AttentionBackendEnum:
+        if backend.value == "":  # names that have no class
+            continue
+        register_backend(backend, f"crumb_kv.vllm.backend.{backend.name}")

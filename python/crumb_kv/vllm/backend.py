@@ -1,13 +1,15 @@
 """The classes that vLLM asks for: the backend (what is static), the builder of metadata (once a step), the implementation (in each
 layer). vLLM takes attention as it is given here: K and V of a step come with the queries, so forward() stores, encodes and
-attends, and vLLM's own update of the cache has nothing to do."""
+attends, and vLLM's own update of the cache has nothing to do. The same classes serve CPUs and CUDA."""
 
+import functools
 from dataclasses import replace
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..blocks import PAGE
@@ -55,6 +57,11 @@ class CrumbBackend(AttentionBackend):
         return attn_type == AttentionType.DECODER
 
     @classmethod
+    def validate_configuration(cls, *arguments, **keywords):
+        """Nothing is against it here: what is not supported is refused with the remedy where it is found."""
+        return []
+
+    @classmethod
     def customize_spec(cls, spec):
         """Bytes of a (head, token), of which a page has 64; what does not divide is added to the block as a whole."""
         if cls.coder is None:
@@ -66,28 +73,39 @@ class CrumbBackend(AttentionBackend):
         return replace(spec, dtype=torch.uint8, state_content_bytes=each, page_size_padded=cls.coder.block_bytes if rest else None)
 
 
-class _VllmsBackend(CPUAttentionBackend):
+@functools.cache
+def _vllms_backend(name):
     """vLLM's own, for an engine without crumb."""
+    own = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
-    @staticmethod
     def get_impl_cls():
-        if options_of(get_current_vllm_config()):
+        if _asked_for():
             _refuse_second("without", "with")
-        return CPUAttentionBackend.get_impl_cls()
+        return own.get_impl_cls()
+
+    return type(name, (own,), {"get_impl_cls": staticmethod(get_impl_cls), "__module__": __name__})
+
+
+def _asked_for():
+    config = get_current_vllm_config_or_none()
+    return config is not None and options_of(config) is not None
 
 
 def __getattr__(name):
-    if name != "Backend":
+    """Each name of a backend of vLLM's."""
+    if name not in AttentionBackendEnum.__members__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return CrumbBackend if options_of(get_current_vllm_config()) else _VllmsBackend
+    return CrumbBackend if _asked_for() or name == "CUSTOM" else _vllms_backend(name)
 
 
 class CrumbBuilder(AttentionMetadataBuilder):
-    """There is a builder for each page size; all of a step return the same."""
+    """There is a builder for each page size; all of a step return the same. A step has as many parts as its sequences ask for, and its
+    tables are made on the host: attention runs between CUDA graphs and never in one (cudagraph_support of the base: NEVER)."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.served, self.steps = served_by(vllm_config), 0
+        self.served = served_by(vllm_config)
+        self.steps = self.served.steps
         self.served.say_capacity_once()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -124,5 +142,6 @@ class CrumbImpl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise Refused("crumb_kv: the output of attention cannot be quantised: leave that fusion out")
         if attn_metadata is None:  # vLLM only wants to know what a step takes
+            self.served.take_room(len(query), self.num_heads, value.shape[-1])
             return output.zero_()
         return self.served.attend_to(self.number, attn_metadata, query, key, value, kv_cache, output)

@@ -4,11 +4,13 @@ import pathlib
 import weakref
 
 import numpy as np
+import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from .. import models, serving
+from .. import library, models, serving
 from ..blocks import PAGE
 from ..layer import Shape
 from ..serving import refuse_if_any, refuse_model
@@ -29,10 +31,15 @@ def served_by(vllm_config):
 
 
 def _refuse_what_is_not_supported(config):
-    parallel = config.parallel_config
+    parallel, device = config.parallel_config, config.device_config.device_type
     refuse_if_any(ENGINE, (
-        (f"the device {config.device_config.device_type}: it has run on CPUs only", config.device_config.device_type != "cpu",
-         "Leave the crumb options out"),
+        (f"the device {device}: it runs on CPUs and on CUDA", device not in ("cpu", "cuda"), "Leave the crumb options out"),
+        ("GPUs: this build is for CPUs alone", device == "cuda" and not library.has_cuda(), "Type: pip install --no-build-isolation "
+         "--config-settings=cmake.define.CRUMB_CUDA=ON ./python"),
+        (f"--attention-backend {config.attention_config.backend and config.attention_config.backend.name} beside a recipe",
+         config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM), "Leave it out"),
+        ("sleeping engines, which forget its tables", getattr(config.model_config, "enable_sleep_mode", False),
+         "Leave --enable-sleep-mode out"),
         ("speculative decoding", config.speculative_config is not None, "Leave --speculative-config out"),
         ("KV connectors, which know nothing of its exact rows", config.kv_transfer_config is not None,
          "Leave --kv-transfer-config out"),
@@ -41,6 +48,17 @@ def _refuse_what_is_not_supported(config):
         ("dual batch overlap", getattr(parallel, "enable_dbo", False), "Leave --enable-dbo out"),
         (f"blocks of {config.cache_config.block_size} tokens", config.cache_config.block_size % PAGE, f"Type: --block-size {PAGE}"),
     ))
+
+
+def _device_of(config):
+    kind = config.device_config.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _lengths_of(common):
+    """Tokens of each sequence, on the host. Without speculative decoding the upper bound is what they are."""
+    lengths = common.seq_lens if common.seq_lens.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+    return lengths.numpy()[: common.num_reqs]
 
 
 class Served(serving.Served):
@@ -57,13 +75,13 @@ class Served(serving.Served):
         weights = (lambda: models.weights_of(files, getattr(config, "tie_word_embeddings", False))) if files else None
         super().__init__(ENGINE, logger, options, self._shapes(model, config), self.attentions, config, weights,
                          get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size,
-                         vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
+                         vllm_config.scheduler_config.max_num_seqs, model.max_model_len, _device_of(vllm_config))
         cache = vllm_config.cache_config
         if cache.kv_cache_memory_bytes is not None:  # windows are taken out of what the user gave to the cache
             self._check_windows(cache.kv_cache_memory_bytes)
             cache.kv_cache_memory_bytes -= self.windows_bytes
         self.take_windows()
-        self._step, self._work, self._capacity_said = 0, [], False
+        self.steps, self._work, self._capacity_said = 0, [], False
 
     def find(self, impl):
         """Number and vLLM's layer of an implementation."""
@@ -91,14 +109,17 @@ class Served(serving.Served):
 
     def step(self, number, common):
         """What a step does. Every builder asks once a step, with the number of steps that it has seen."""
-        if number == self._step:
+        if number == self.steps:
             return self._work
-        if number != self._step + 1:
-            raise RuntimeError(f"crumb_kv: vLLM prepares step {number} after step {self._step}")
-        self._step = number
-        starts, lengths = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()[: common.num_reqs]
-        counts = np.diff(starts)[: len(lengths)]
-        self._work = self.work(common.block_table_tensor.numpy(), lengths.tolist(), counts.tolist())
+        if number != self.steps + 1:
+            raise RuntimeError(f"crumb_kv: vLLM prepares step {number} after step {self.steps}")
+        self.steps = number
+        lengths = _lengths_of(common)
+        counts = np.diff(common.query_start_loc_cpu.numpy())[: len(lengths)]
+        width = -(-int(lengths.max(initial=1)) // PAGE)
+        tables = common.block_table_tensor[: len(lengths), :width].cpu().numpy()  # on a GPU this waits for the step before
+        counts = np.where(tables[:, :1].any(1), counts, 0)  # block 0 is nobody's: vLLM tries out what a step takes
+        self._work = self.work(tables, lengths.tolist(), counts.tolist())
         return self._work
 
     def attend_to(self, number, work, query, key, value, kv_cache, output):
