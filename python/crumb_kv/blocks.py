@@ -38,7 +38,8 @@ class Rules:
 
     def edge(self, position):
         """Of a position, or of an array of them."""
-        return np.maximum(0, position + 1 - self.recent) // PAGE * PAGE
+        since = position + 1 - self.recent
+        return (max(0, since) if isinstance(since, int) else np.maximum(0, since)) // PAGE * PAGE
 
     # The blocks of an extent. Pages wholly below the sinks are never read through codes.
     def coded(self, e):

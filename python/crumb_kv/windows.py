@@ -69,12 +69,15 @@ class Windows:
         for i in self._writers_first(tables, lengths, counts):
             first = lengths[i] - counts[i]
             parts += [(i, begin, min(begin + PIECE, lengths[i]), int(starts[i]) + begin - first) for begin in range(first, lengths[i], PIECE)]
-        pieces, waiting = [], []
-        for part in parts:
-            if waiting and not self._fits(tables, waiting + [part]):
+        pieces, waiting, n_tokens, blocks = [], [], 0, set()
+        for i, begin, end, at in parts:
+            wanted = self._wanted_blocks(tables, i, begin, end)
+            if waiting and (n_tokens + end - begin > PIECE or len(blocks) + len(wanted - blocks) > self.capacity):
                 pieces += self._pieces(tables, waiting)
-                waiting = []
-            waiting.append(part)
+                waiting, n_tokens, blocks = [], 0, set()
+            waiting.append((i, begin, end, at))
+            n_tokens += end - begin
+            blocks |= wanted
         return pieces + self._pieces(tables, waiting) if waiting else pieces
 
     @staticmethod
@@ -99,14 +102,13 @@ class Windows:
             visit(i)
         return list(done)
 
-    def _fits(self, tables, parts):
-        return sum(end - begin for _, begin, end, _ in parts) <= PIECE and len(
-            {int(tables[i, b]) for i, begin, end, _ in parts for b in self._wanted(begin, end)}) <= self.capacity
-
     def _wanted(self, begin, end):
         """Blocks of a sequence whose exact rows tokens begin .. end read or are."""
         sinks = range(min(_blocks_for(self.rules.sink), _blocks_for(end)))
         return [*sinks, *range(max(len(sinks), self._window(begin)), _blocks_for(end))]
+
+    def _wanted_blocks(self, tables, i, begin, end):
+        return set(tables[i, self._wanted(begin, end)].tolist())
 
     def _window(self, position):
         """First block of the window of a token, which is in it whatever `recent` is."""
@@ -138,7 +140,7 @@ class Windows:
 
     def _take(self, tables, parts):
         """Slots for all blocks that the parts want and that can have one. Returns encode jobs for what had to go."""
-        pinned = {int(tables[i, b]) for i, begin, end, _ in parts for b in self._wanted(begin, end)}
+        pinned = set().union(*(self._wanted_blocks(tables, i, begin, end) for i, begin, end, _ in parts))
         saved = []
         for i, begin, end, _ in parts:
             for b in self._wanted(begin, end):
