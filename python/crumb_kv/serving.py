@@ -84,6 +84,8 @@ def _on_device(arrays, device):
 
 def _work_of(pieces, device, chunk):
     """The Work of Pieces. chunk: as tile_groups() takes it."""
+    if not pieces:
+        return []
     arrays, counts = [], []
     for piece in pieces:
         groups = tile_groups(piece.rows, piece.tokens, chunk)
@@ -126,7 +128,7 @@ class Served:
         self.windows = None
         self.counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._workspace, self._workspace_sizes = torch.zeros(0, dtype=torch.uint8, device=device), {}
-        self._out = torch.zeros(0, device=device)
+        self._out = torch.zeros(0, dtype=torch.float32, device=device)  # an engine may have another default
         self._warned = False
         self._say_recipe(rank, size)
 
@@ -216,7 +218,7 @@ class Served:
 
     def _room(self, tokens, heads, dim):
         if self._out.numel() < tokens * heads * dim:
-            self._out = torch.zeros(tokens * heads * dim, device=self.device)
+            self._out = torch.zeros(tokens * heads * dim, dtype=torch.float32, device=self.device)
         return self._out[: tokens * heads * dim].view(tokens, heads, dim)
 
     def _work_room(self, n_tiles, rows_per_tile, blocks):

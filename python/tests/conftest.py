@@ -83,7 +83,7 @@ def scores(model, cache, ids, chunk):
     """Log-probability of each token but the first, where `chunk` tokens at a time pass through the model."""
     import torch
 
-    ids = torch.tensor([ids])
+    ids = torch.tensor([ids], device=model.device)
     with torch.no_grad():
         logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in ids.split(chunk, 1)])
     return logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
