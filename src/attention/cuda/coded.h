@@ -52,7 +52,7 @@ template <KernelFormat F, int NT>
 class Coded : Columns<F, NT> {
     using C = Columns<F, NT>;
     using D = DecodeFormat<F, NT>;
-    using C::kTiles, C::column, C::lane_, C::softcap_, C::acc_, C::top_, C::sum_, C::unset_, C::pages_;
+    using C::kTiles, C::column, C::lane_, C::softcap_, C::acc_, C::top_, C::sum_, C::unset_;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
     static constexpr int kWords = D::kCodeWords / 32;
     static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1 && !F.any_planes;  // registers for more there are not
@@ -114,46 +114,28 @@ class Coded : Columns<F, NT> {
 
         const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
         u32 fixed[NT][8];
-        float sums[NT];
-#pragma unroll 1
-        for (int attempt = 0;; attempt++) {
-            bool raise = attempt == 0 && (++pages_ & 255) == 0;  // make room in the accumulators
-            float zeros[NT];
-            bool out_of_range[NT];
+        float sums[NT], zeros[NT];
+        const auto make = [&](u32 (&any_bits)[NT], float (&sum)[NT]) {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                sums[n] = zeros[n] = 0;
-                u32 any_bits = 0;
+                zeros[n] = 0;
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float weight = exp2_fast(x[n][i]);
-                    sums[n] += weight;
+                    sum[n] += weight;
                     fixed[n][i] = bits_of(fma_exact(weight, scale[i], magic));
-                    any_bits |= fixed[n][i];
+                    any_bits[n] |= fixed[n][i];
                     if constexpr (F.v.info == SideInfo::scale_zero) { zeros[n] = fma_exact(weight, zero[i], zeros[n]); }
                 }
-                out_of_range[n] = (any_bits & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
-                raise |= out_of_range[n];
             }
-            if (attempt == 0 && any(unset_ != 0)) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    for (int i = 0; i < 8; i++) { out_of_range[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
-                    raise |= out_of_range[n];
-                }
-            }
-            if (attempt == 1 || !any(raise)) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    sum_[n] += sums[n];
-                    zeros_[n] += zeros[n];
-                }
-                break;
-            }
+        };
+        this->weigh(x, sums, make, [&](const bool (&out_of_range)[NT]) {
             float factors[NT];
             this->rescale(x, scale, out_of_range, factors);
             scale_sums(factors);
-        }
+        });
+#pragma unroll
+        for (int n = 0; n < NT; n++) { zeros_[n] += zeros[n]; }
         values(p, first, r, q, fixed);
         if constexpr (F.v.mean) {
             if (page_.mean_v) { add_page_mean(p, sums); }

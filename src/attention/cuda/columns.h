@@ -94,6 +94,39 @@ class Columns {
         }
     }
 
+    // Weights of 64 tokens, at most twice: where the first are out of range, or a column has no top yet, tops rise in between. So no
+    // numbers can keep a warp here. make(any_bits, sums): the bits of all fixed-point weights of a column, the sum of its weights;
+    // raise(out_of_range): rescale(), and whatever goes with the sums.
+    template <class Make, class Raise>
+    CRUMB_DEVICE void weigh(const float (&x)[NT][8], float (&sums)[NT], Make make, Raise raise) {
+        using namespace simt;
+#pragma unroll 1
+        for (int attempt = 0;; attempt++) {
+            bool wanted = attempt == 0 && (++pages_ & 255) == 0;  // make room in the accumulators
+            u32 any_bits[NT];
+            bool out_of_range[NT];
+#pragma unroll
+            for (int n = 0; n < NT; n++) { sums[n] = 0, any_bits[n] = 0; }
+            make(any_bits, sums);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                out_of_range[n] = (any_bits[n] & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
+                wanted |= out_of_range[n];
+            }
+            if (attempt == 0 && any(unset_ != 0)) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    for (int i = 0; i < 8; i++) { out_of_range[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
+                    wanted |= out_of_range[n];
+                }
+            }
+            if (attempt == 1 || !any(wanted)) { break; }
+            raise(out_of_range);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) { sum_[n] += sums[n]; }
+    }
+
     // Raises the top of columns by whole octaves: sums scale by powers of two, accumulators shift. 256 pages add at most
     // 2^30 to an accumulator, so a shift by one where some exceed 2^29 keeps all below 2^31. Only columns that need it
     // change, so that a column's bits do not depend on its neighbours.

@@ -19,7 +19,7 @@ template <KernelFormat F, int NT>
 class Grouped : Columns<F, NT> {
     using C = Columns<F, NT>;
     using D = DecodeFormat<F, NT>;
-    using C::kTiles, C::column, C::lane_, C::acc_, C::top_, C::sum_, C::unset_, C::pages_;
+    using C::kTiles, C::column, C::lane_, C::acc_, C::top_, C::sum_, C::unset_;
     static constexpr int kPairs = D::kPairsOfTiles;  // of column tiles: a product has 8 columns
     static constexpr int kSteps = D::kPlanesK / 16;
     static constexpr int kAreas = F.tokens / kPageTokens;
@@ -123,18 +123,15 @@ class Grouped : Columns<F, NT> {
         const u8* const info = p + D::kAt.value_info + 2 * (kPageTokens * area + 4 * r);
         const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
         Pair weights[kParts][NT][2];
-#pragma unroll 1
-        for (int attempt = 0;; attempt++) {
-            bool raise = attempt == 0 && (++pages_ & 255) == 0;  // make room in the accumulators
-            float weight[NT][8], sums[NT], zeros[NT][kParts];
-            u32 any_bits[NT];
+        float sums[NT], zeros[NT][kParts];
+        const auto make = [&](u32 (&any_bits)[NT], float (&sum)[NT]) {
+            float weight[NT][8];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                sums[n] = 0, any_bits[n] = 0;
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     weight[n][i] = exp2_fast(x[n][i]);
-                    sums[n] += weight[n][i];
+                    sum[n] += weight[n][i];
                 }
             }
 #pragma unroll
@@ -158,29 +155,12 @@ class Grouped : Columns<F, NT> {
                     }
                 }
             }
-            bool out_of_range[NT];
+        };
+        this->weigh(x, sums, make, [&](const bool (&out_of_range)[NT]) { raise_tops(info, hidden, x, out_of_range); });
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                out_of_range[n] = (any_bits[n] & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
-                raise |= out_of_range[n];
-            }
-            if (attempt == 0 && any(unset_ != 0)) {
+        for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    for (int i = 0; i < 8; i++) { out_of_range[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
-                    raise |= out_of_range[n];
-                }
-            }
-            if (attempt == 1 || !any(raise)) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    sum_[n] += sums[n];
-#pragma unroll
-                    for (int part = 0; part < kParts; part++) { zeros_[n][part] += zeros[n][part]; }
-                }
-                break;
-            }
-            raise_tops(info, hidden, x, out_of_range);
+            for (int part = 0; part < kParts; part++) { zeros_[n][part] += zeros[n][part]; }
         }
         values(p, area, r, q, weights);
     }
