@@ -291,8 +291,9 @@ void prefill_row(const std::vector<Kernels>& kernels, int n_head, int n_head_kv,
     const double tflops = 4.0 * pairs * n_head * format.k.dim / us / 1e6;
     std::printf("{\"bench\":\"prefill\",\"dim\":%d,\"planes_k\":%d,\"planes_v\":%d,\"info\":%d,\"mean\":%s,\"group\":%d,\"gain\":%s,\"heads\":\"%d/%d\",\"rows\":%d,"
                 "\"depth\":%d,\"us\":%.2f,\"unpack_us\":%.2f,\"plan_us\":%.2f,\"tflops\":%.1f,\"workspace\":%zu,\"error\":%.2e}\n",
-                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", n_head, n_head_kv, n,
-                depth, us, unpack_us, plan_us, tflops, prefill_workspace(shape).bytes, error);
+                format.k.dim, format.k.planes, format.v.planes, int(format.k.info), format.k.mean ? "true" : "false", format.k.group,
+                format.k.token_gain ? "true" : "false", n_head, n_head_kv, n, depth, us, unpack_us, plan_us, tflops,
+                prefill_workspace(shape).bytes, error);
     std::fprintf(stderr, "prefill d%d k%d v%d info%d %3d/%d %5d rows at %6d %9.2f us, %.0f Tflop/s, unpacking %.2f in %d slices, plan %.2f  error %.1e\n",
                  format.k.dim, format.k.planes, format.v.planes, int(format.k.info), n_head, n_head_kv, n, depth, us, tflops, unpack_us,
                  shape.slices(), plan_us, error);
@@ -304,9 +305,9 @@ void prefill_rows(const std::vector<Kernels>& kernels) {
     for (const auto& [n, depth] : {std::pair(8192, 0), {2048, 32768}, {512, 32768}, {64, 32768}, {512, 0}}) prefill_row(kernels, 32, 8, n, depth);
 }
 
-// Encoding blocks of 64 tokens, 8 heads of 128, dense maps on both sides.
-void encode_row(const Recipe& recipe, const char* name, int n_blocks) {
-    const int heads = 8, dim = 128;
+// Encoding blocks of 64 tokens, 8 heads.
+void encode_row(const Recipe& recipe, const char* name, int dim, int n_blocks) {
+    const int heads = 8;
     const PageFormat format = page_format(recipe, dim, dim), exact = bf16_format(dim, dim);
     const std::vector<HeadTables> tables = layer_tables(recipe, 0, heads, format, nullptr);
     GpuMachine machine;
@@ -335,8 +336,20 @@ void encode_row(const Recipe& recipe, const char* name, int n_blocks) {
     args.counts = machine.put(std::vector<EncodeCountsDevice>{{0, 0}});
     const double us = median_us(8, [&](cudaStream_t s, int) { launch_encode(args, device_jobs, n_blocks, s); });
     const double bytes = double(n_blocks) * double(args.exact_stride + args.coded_stride);
-    std::printf("{\"bench\":\"encode\",\"recipe\":\"%s\",\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", name, 64 * n_blocks, us, bytes / us / 1e6);
-    std::fprintf(stderr, "encode %s %6d tokens, 8 heads of 128: %9.2f us, %.2f TB/s read and written\n", name, 64 * n_blocks, us, bytes / us / 1e6);
+    std::printf("{\"bench\":\"encode\",\"recipe\":\"%s\",\"dim\":%d,\"tokens\":%d,\"us\":%.2f,\"tbs\":%.3f}\n", name, dim, 64 * n_blocks, us, bytes / us / 1e6);
+    std::fprintf(stderr, "encode %s %6d tokens, 8 heads of %d: %9.2f us, %.2f TB/s read and written\n", name, 64 * n_blocks, dim, us, bytes / us / 1e6);
+}
+
+void encode_rows() {
+    Recipe clipped = find_recipe("quarot:paper");  // oscar's stages, without its artefact
+    clipped.k.clip = 0.96f, clipped.v.clip = 0.92f;
+    for (const int dim : {64, 128, 256}) {
+        for (const int blocks : {1, 8, 64, 512}) {
+            encode_row(find_recipe("had2"), "had2", dim, blocks);
+            encode_row(clipped, "range with clip", dim, blocks);
+            for (const char* name : {"omni:paper", "kivi32"}) encode_row(find_recipe(name), name, dim, blocks);
+        }
+    }
 }
 
 // New rows of n tokens, 8 heads of 128, into exact records: one a sequence, or a chunk of a prompt.
@@ -390,10 +403,7 @@ int run(bool quick, const Shape* only) {
     prefill_rows(all_kernels()[0]);
     for (const int tokens : {1, 8, 64}) store_row(tokens, false);
     store_row(32768, true);
-    Recipe clipped = find_recipe("quarot:paper");  // oscar's stages, without its artefact
-    clipped.k.clip = 0.96f, clipped.v.clip = 0.92f;
-    for (const int blocks : {1, 8, 64, 512}) encode_row(find_recipe("had2"), "had2", blocks);
-    for (const int blocks : {1, 8, 64, 512}) encode_row(clipped, "range with clip", blocks);
+    encode_rows();
     return 0;
 }
 
@@ -401,7 +411,7 @@ int run(bool quick, const Shape* only) {
 
 }  // namespace crumb::cuda
 
-// cuda_bench [--quick | --prefill | --shape HEADS/KV_HEADS,REQUESTS,TOKENS | --chunk HEADS/KV_HEADS,ROWS,TOKENS_BEFORE]
+// cuda_bench [--quick | --prefill | --encode | --shape HEADS/KV_HEADS,REQUESTS,TOKENS | --chunk HEADS/KV_HEADS,ROWS,TOKENS_BEFORE]
 int main(int argc, char** argv) {
     using namespace crumb::cuda;
     if (argc == 3 && std::strcmp(argv[1], "--shape") == 0) {
@@ -419,6 +429,10 @@ int main(int argc, char** argv) {
     }
     if (argc > 1 && std::strcmp(argv[1], "--prefill") == 0) {
         for (const std::vector<Kernels>& kernels : kernels_by_format()) prefill_rows(kernels);
+        return 0;
+    }
+    if (argc > 1 && std::strcmp(argv[1], "--encode") == 0) {
+        encode_rows();
         return 0;
     }
     return run(argc > 1 && std::strcmp(argv[1], "--quick") == 0, nullptr);

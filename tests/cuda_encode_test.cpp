@@ -3,49 +3,70 @@
 
 #include "cuda/emulated_machine.h"
 #include "cuda/encode_cases.h"
+#include "recipe/cuda/encode.h"
 #include "recipe/cuda/store.h"
 
 namespace crumb::cuda {
 
 namespace {
 
+template <int kTokens, int kDirections>
 void emulated_encode(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream) {
-    simt::emulate({2 * args.n_head_kv * n_jobs, kEncodeThreads, encode_shared_bytes(args), emulated_seed++},
-                  [&](std::byte* memory) { Encode::run(args, jobs, memory); });
+    using E = Encode<kTokens, kDirections>;
+    simt::emulate({2 * E::kSlices * args.n_head_kv * n_jobs, kEncodeThreads, E::shared_bytes(encode_shape(args)), emulated_seed++},
+                  [&](std::byte* memory) { E::run(args, jobs, memory); });
 }
 
 // As the second of three layers; others have no KV heads. Jobs without a source come last.
+template <int kTokens>
 void emulated_layers(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, Stream) {
+    using E = Encode<kTokens, 4>;
     EncodeArgs layers[3] = {args, args, args};
     layers[0].n_head_kv = layers[2].n_head_kv = 0;
     std::vector<EncodeJob> padded(jobs, jobs + n_jobs);
     padded.resize(padded.size() + 2, EncodeJob{kNoBlock, kNoBlock, 0, kNoBlock});
     const int most_heads = args.n_head_kv + 1, slots = 4;
-    simt::emulate({3 * 2 * most_heads * slots, kEncodeThreads, encode_shared_bytes(args), emulated_seed++},
-                  [&](std::byte* memory) { Encode::run_layers(layers, most_heads, slots, padded.data(), int(padded.size()), memory); });
+    simt::emulate({3 * 2 * E::kSlices * most_heads * slots, kEncodeThreads, E::shared_bytes(encode_shape(args)), emulated_seed++},
+                  [&](std::byte* memory) { E::run_layers(layers, most_heads, slots, padded.data(), int(padded.size()), memory); });
 }
 
 TEST(CudaEncode, BytesAreThoseOfTheCpu) {
     EmulatedMachine machine;
-    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode, recipe, 64, 64, kAllRows);
+    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode<64, 4>, recipe, 64, 64, kAllRows);
 }
 
 TEST(CudaEncode, ManyLayersInOneLaunch) {
     EmulatedMachine machine;
-    for (const char* name : {"had2", "quarot:paper"}) expect_same_pages(machine, emulated_layers, find_recipe(name), 64, 64, kAllRows);
+    for (const char* name : {"had2", "quarot:paper"}) {
+        expect_same_pages(machine, emulated_layers<64>, find_recipe(name), 64, 64, kAllRows);
+        expect_same_pages(machine, emulated_layers<16>, find_recipe(name), 64, 64, kAllRows);
+    }
 }
 
 TEST(CudaEncode, ParametersOfGroups) {
     EmulatedMachine machine;
-    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode, find_recipe(name), 64, 64, kAllRows);
+    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode<64, 4>, find_recipe(name), 64, 64, kAllRows);
     const Rows kinds[] = {Rows::normal, Rows::huge, Rows::nonfinite};
-    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode, find_recipe(name), 128, 96, kinds);
+    for (const char* name : kGroupedRecipes) expect_same_pages(machine, emulated_encode<64, 4>, find_recipe(name), 128, 96, kinds);
+}
+
+TEST(CudaEncode, TokensOfABlockSharedOut) {
+    EmulatedMachine machine;
+    const Rows kinds[] = {Rows::normal, Rows::uneven, Rows::nonfinite};
+    for (const Recipe& recipe : encoder_recipes()) {
+        expect_same_pages(machine, emulated_encode<16, 4>, recipe, 64, 96, kinds);
+        expect_same_pages(machine, emulated_encode<8, 4>, recipe, 96, 64, kinds);
+    }
 }
 
 TEST(CudaEncode, OtherHeadSizes) {
     EmulatedMachine machine;
     const Rows kinds[] = {Rows::normal, Rows::nonfinite};
-    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode, recipe, 128, 80, kinds);
+    for (const Recipe& recipe : encoder_recipes()) expect_same_pages(machine, emulated_encode<64, 4>, recipe, 128, 80, kinds);
+    for (const int i : {1, 6}) {
+        expect_same_pages(machine, emulated_encode<64, 8>, encoder_recipes()[size_t(i)], 256, 144, kinds);
+        expect_same_pages(machine, emulated_encode<8, 8>, encoder_recipes()[size_t(i)], 144, 256, kinds);
+    }
 }
 
 TEST(CudaStore, RowsLieWhereRecordsHaveThem) {
@@ -78,18 +99,22 @@ TEST(CudaStore, RowsLieWhereRecordsHaveThem) {
 
 TEST(CudaEncode, WordsAreTheInverseOfTheMap) {
     for (const int planes : {32, 64, 96, 128, 224, 512}) {
-        for (int i = 0; i < 4 * planes; i++) {
-            const KeyWord k = key_word(planes, i);
-            const ValueWord v = value_word(planes, i);
-            for (int f = 0; f < 4; f++) {
-                for (int b = 0; b < 4; b++) {
-                    const CodeAt at = {4u * uint32_t(i) + uint32_t(b), 2u * uint32_t(f)};
-                    EXPECT_EQ(key_code_at(planes, k.token, k.plane + k.field_step * f + b), at);
-                    const int t = v.token + b + (v.tail ? 4 * (f / 2) : 0), p = v.plane + 16 * (v.tail ? f % 2 : f);
-                    EXPECT_EQ(value_code_at(planes, t, p), at);
-                }
+        std::vector<int> times_k(planes, 0), times_v(planes, 0);  // of 16 bytes
+        for (int n = 0; n < planes; n++) {
+            const int token = n % 16 * 4, item = n / 16;
+            const KeyWords k = key_words(planes, token, item);
+            const ValueWords v = value_words(planes, token, item);
+            times_k[size_t(k.at)]++, times_v[size_t(v.at)]++;
+            for (int i = 0; i < 64; i++) {
+                const int e = i / 16, f = i / 4 % 4, b = i % 4;
+                const auto at = [&](int word) { return CodeAt{16u * uint32_t(word) + uint32_t(4 * e + b), 2u * uint32_t(f)}; };
+                EXPECT_EQ(key_code_at(planes, token + e, k.plane + k.field_step * f + b), at(k.at));
+                const int t = v.token + b + (v.tail ? 4 * (f / 2) : 0), p = v.plane + e + 16 * (v.tail ? f % 2 : f);
+                EXPECT_EQ(value_code_at(planes, t, p), at(v.at));
             }
         }
+        EXPECT_EQ(times_k, std::vector<int>(planes, 1));
+        EXPECT_EQ(times_v, times_k);
     }
 }
 

@@ -316,7 +316,7 @@ private:
             if (layer.device != &device || layer.windowed || layer.owner != int(il)) { continue; }
             all.push_back(capi::encode_args(layer.shape, batch_of(layer, StepLayout(), nullptr, cache.coded_base(int(il)), cache.exact_base(int(il)))));
             device.encoders.most_heads = std::max(device.encoders.most_heads, layer.shape.n_head_kv);
-            device.encoders.shared_bytes = std::max(device.encoders.shared_bytes, encode_shared_bytes(all.back()));
+            device.encoders.shape = widest(device.encoders.shape, encode_shape(all.back()));
         }
         if (all.empty()) { return; }
         std::byte* const memory = device.memory->allocate(all.size() * sizeof(all[0]));

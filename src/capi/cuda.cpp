@@ -202,7 +202,7 @@ bool has_stages(const SideRecipe& side, const SideTables& tables) {
     const bool range = side.quantiser == Quantiser::minmax && side.shrink == 1.0f && !side.channel_gain &&
                        (side.clip == 1.0f || (side.group == 0 && !side.integer_zero));
     const bool channels = side.quantiser == Quantiser::channels && side.shrink == 1.0f && side.boosted == 0 && side.outliers == 0 &&
-                          kPageTokens % side.group == 0 && (side.token_gain == TokenGain::none || side.token_gain == TokenGain::norm);
+                          kPageTokens % side.group == 0 && side.group % 8 == 0 && (side.token_gain == TokenGain::none || side.token_gain == TokenGain::norm);
     return (range || channels || side.quantiser == Quantiser::gain) && side.outliers == 0 &&
            std::ranges::find(tables.digit, kSharedDigit) == tables.digit.end();
 }

@@ -286,8 +286,14 @@ float log2_fast(float x) { return std::log2(x); }
 float tanh_exact(float x) { return std::tanh(x); }
 float fma_exact(float a, float b, float c) { return std::fma(a, b, c); }
 int lowest_bit(u32 x) { return __builtin_ctz(x); }
-float whole(float x) { return std::trunc(x); }
+float fma_unit(float a, float b, float c) { return std::clamp(std::fma(a, b, c), 0.0f, 1.0f); }
+float add_down(float a, float b) {
+    const float sum = a + b, of_b = sum - a, rest = (a - (sum - of_b)) + (b - of_b);  // sum + rest is a + b
+    return rest < 0 ? std::nextafter(sum, -INFINITY) : sum;
+}
+float reaches(float a, float b) { return a >= b ? 1.0f : 0.0f; }
 float max_of(float a, float b) { return std::fmax(a, b); }
+float min_of(float a, float b) { return std::fmin(a, b); }
 float half_low(u32 pair) { return to_float(fp16{uint16_t(pair)}); }
 float half_high(u32 pair) { return to_float(fp16{uint16_t(pair >> 16)}); }
 u32 bf16_pair(float low, float high) { return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16; }
@@ -355,6 +361,8 @@ void reach(u64* barrier) {
 }
 
 void reach_wait(u64* barrier, u32 phase) { copy_wait(barrier, phase); }
+void reach_lanes_init(u64* barrier, u32 warps) { reach_init(barrier, warps); }
+void reach_lanes(u64* barrier) { reach(barrier); }
 
 u32 add_device(u32* counter, u32 x) {
     const u32 old = *counter;

@@ -5,7 +5,7 @@
 
 #include "cuda/device_attend.h"
 #include "encoder_cases.h"
-#include "recipe/cuda/encode.h"
+#include "recipe/cuda/encode_args.h"
 
 namespace crumb::cuda {
 

@@ -79,8 +79,11 @@ CRUMB_WORD float exp2_fast(float x);  // within 2^-22
 CRUMB_WORD float log2_fast(float x);
 CRUMB_WORD float tanh_exact(float x);
 CRUMB_WORD float fma_exact(float a, float b, float c);
-CRUMB_WORD float whole(float x);  // the integer part of 0 <= x < 2^22
+CRUMB_WORD float fma_unit(float a, float b, float c);  // within 0 .. 1
+CRUMB_WORD float add_down(float a, float b);  // rounded towards minus infinity
+CRUMB_WORD float reaches(float a, float b);  // 1 if a >= b, else 0
 CRUMB_WORD float max_of(float a, float b);  // the other one if one is NaN
+CRUMB_WORD float min_of(float a, float b);  // same
 CRUMB_WORD float half_low(u32 pair);
 CRUMB_WORD float half_high(u32 pair);
 CRUMB_WORD u32 bf16_pair(float low, float high);
@@ -108,6 +111,9 @@ CRUMB_WORD void copy_wait(u64* barrier, u32 phase);
 CRUMB_WORD void reach_init(u64* barrier, u32 warps);
 CRUMB_WORD void reach(u64* barrier);
 CRUMB_WORD void reach_wait(u64* barrier, u32 phase);
+// The same where every lane arrives for itself: dearer, and what tools that look for races understand. For what is handed over seldom.
+CRUMB_WORD void reach_lanes_init(u64* barrier, u32 warps);
+CRUMB_WORD void reach_lanes(u64* barrier);
 
 CRUMB_WORD u32 add_device(u32* counter, u32 x);  // returns the old value
 CRUMB_WORD void or_shared(u32* word, u32 bits);

@@ -73,8 +73,20 @@ CRUMB_WORD float log2_fast(float x) {
 
 CRUMB_WORD float tanh_exact(float x) { return tanhf(x); }
 CRUMB_WORD float fma_exact(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-CRUMB_WORD float whole(float x) { return __fadd_rd(x, 8388608.0f) - 8388608.0f; }
+CRUMB_WORD float fma_unit(float a, float b, float c) {
+    float y;
+    asm("fma.rn.sat.f32 %0,%1,%2,%3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+    return y;
+}
+
+CRUMB_WORD float add_down(float a, float b) { return __fadd_rd(a, b); }
+CRUMB_WORD float reaches(float a, float b) {
+    float y;
+    asm("set.ge.f32.f32 %0,%1,%2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
 CRUMB_WORD float max_of(float a, float b) { return fmaxf(a, b); }
+CRUMB_WORD float min_of(float a, float b) { return fminf(a, b); }
 
 CRUMB_WORD float half_low(u32 pair) { return __half2float(__ushort_as_half((unsigned short)(pair & 0xffff))); }
 CRUMB_WORD float half_high(u32 pair) { return __half2float(__ushort_as_half((unsigned short)(pair >> 16))); }
@@ -193,8 +205,14 @@ CRUMB_WORD void reach_init(u64* barrier, u32 warps) {
     if (lane() == 0) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(shared_address(barrier)), "r"(warps)); }
 }
 
+CRUMB_WORD void reach_lanes_init(u64* barrier, u32 warps) { reach_init(barrier, kWarp * warps); }
+
+CRUMB_WORD void reach_lanes(u64* barrier) {
+    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s,[%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+
 CRUMB_WORD void reach(u64* barrier) {
-    if (lane() == 0) { asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s,[%0];\n}" ::"r"(shared_address(barrier)) : "memory"); }
+    if (lane() == 0) { reach_lanes(barrier); }
 }
 
 CRUMB_WORD void reach_wait(u64* barrier, u32 phase) { copy_wait(barrier, phase); }

@@ -6,14 +6,14 @@
 #include <crumb/page.h>
 #include <math.h>
 
-#include "base/cuda/simt.h"
+#include "recipe/cuda/encode_token.h"
 
 namespace crumb::cuda {
 
 using simt::u32;
 using simt::u8;
 
-// A side of a page of 64 tokens; y and codes [D][pitch] by direction, saturated [64] by token.
+// A side of a page of 64 tokens; y and codes [D][pitch] by direction, the others [64] by token.
 struct GroupEncoder {
     const SideFormat& format;
     int bits, keep;
@@ -21,42 +21,49 @@ struct GroupEncoder {
     float* y;
     u8* codes;
     u32* saturated;
+    float *gains, *inverses;  // of tokens, filled in here
     int pitch;
     u8* info;        // of the page
     const u8* kept;  // of the page from which tokens below `keep` are taken over
 
-    static constexpr float kTiny = 0x1p-24f, kLargest = 65504.0f;
-
+    // 8 neighbouring lanes take the tokens of a direction.
     CRUMB_DEVICE void keys() const {
         using namespace simt;
         const int groups = kPageTokens / format.group, gains_at = 2 * groups * format.dim;
         if (format.token_gain) {
-            for (int t = thread(); t < kPageTokens; t += n_threads()) { write(gains_at + t, t < keep ? half(kept, gains_at + t) : gain_of(t)); }
-            sync_block();
-            for (int i = thread(); i < format.dim * kPageTokens; i += n_threads()) {
-                const int t = i % kPageTokens;
-                if (t >= keep) { y[i / kPageTokens * pitch + t] /= half_low(half(info, gains_at + t)); }
+            for (int t = thread(); t < kPageTokens; t += n_threads()) {
+                const u32 gain = t < keep ? half(kept, gains_at + t) : gain_of(t);
+                write(gains_at + t, gain);
+                gains[t] = half_low(gain), inverses[t] = 1.0f / gains[t];
             }
             sync_block();
         }
-        for (int i = thread(); i < groups * format.dim; i += n_threads()) {
-            const int first = i / format.dim * format.group, end = first + format.group;
-            const float* const row = y + i % format.dim * pitch;
+        for (int i = thread(); i < format.dim * 8; i += n_threads()) {
+            const int j = i / 8, t = i % 8 * 8, first = t / format.group * format.group, at = t / format.group * format.dim + j;
+            const Floats4 x0 = *reinterpret_cast<const Floats4*>(y + j * pitch + t), x1 = *reinterpret_cast<const Floats4*>(y + j * pitch + t + 4);
+            float x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+            if (format.token_gain) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    if (t + e >= keep) { x[e] = quotient(x[e], gains[t + e], inverses[t + e]); }
+                }
+            }
+            float low = x[0], high = low;
+#pragma unroll
+            for (int e = 1; e < 8; e++) { low = min_of(low, x[e]), high = max_of(high, x[e]); }
+            for (int o = 1; o < format.group / 8; o *= 2) { low = min_of(low, shuffle_xor(low, o)), high = max_of(high, shuffle_xor(high, o)); }
             const bool taken_over = keep > first;
-            Affine a;
-            if (taken_over) {
-                a = {half(kept, i), half(kept, groups * format.dim + i)};
-            } else {
-                float low = row[first], high = low;
-                for (int t = first + 1; t < end; t++) { widen(row[t], low, high); }
-                a = fit(low, high);
+            const Affine a = taken_over ? Affine{half(kept, at), half(kept, groups * format.dim + at)} : fit(low, high);
+            if (t == first) { write(at, a.scale), write(groups * format.dim + at, a.zero); }
+            const float scale = half_low(a.scale), inverse = 1.0f / scale;
+            u32 words[2] = {};
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const float p = taken_over ? position(x[e], a) : position(x[e], a, inverse);
+                if (taken_over && t + e >= keep && (p < 0 || p >= float(1 << bits))) { or_shared(saturated + t + e, 1); }
+                words[e / 4] |= u32(code_at(p)) << (8 * (e % 4));
             }
-            write(i, a.scale), write(groups * format.dim + i, a.zero);
-            for (int t = first > keep ? first : keep; t < end; t++) {
-                const float p = position(row[t], a);
-                if (taken_over && (p < 0 || p >= float(1 << bits))) { or_shared(saturated + t, 1); }
-                codes[i % format.dim * pitch + t] = code_at(p);
-            }
+            *reinterpret_cast<Words2*>(codes + j * pitch + t) = {words[0], words[1]};
         }
     }
 
@@ -68,9 +75,12 @@ struct GroupEncoder {
             Affine a = {t < keep ? half(kept, i) : 0, t < keep ? half(kept, groups * kPageTokens + i) : 0};
             if (t >= keep) {
                 float low = y[first * pitch + t], high = low;
-                for (int j = first + 1; j < end; j++) { widen(y[j * pitch + t], low, high); }
+#pragma unroll 8
+                for (int j = first + 1; j < end; j++) { low = min_of(low, y[j * pitch + t]), high = max_of(high, y[j * pitch + t]); }
                 a = fit(low, high);
-                for (int j = first; j < end; j++) { codes[j * pitch + t] = code_at(position(y[j * pitch + t], a)); }
+                const float inverse = 1.0f / half_low(a.scale);
+#pragma unroll 8
+                for (int j = first; j < end; j++) { codes[j * pitch + t] = code_at(position(y[j * pitch + t], a, inverse)); }
             }
             write(i, a.scale), write(groups * kPageTokens + i, a.zero);
         }
@@ -83,10 +93,6 @@ struct GroupEncoder {
 
     CRUMB_DEVICE static u32 half(const u8* at, int i) { return reinterpret_cast<const uint16_t*>(at)[i]; }
     CRUMB_DEVICE void write(int i, u32 bits_of_half) const { reinterpret_cast<uint16_t*>(info)[i] = uint16_t(bits_of_half); }
-    CRUMB_DEVICE static void widen(float x, float& low, float& high) {
-        low = x < low ? x : low;
-        high = x > high ? x : high;
-    }
 
     CRUMB_DEVICE u32 gain_of(int t) const {
         double squares = 0;
@@ -95,7 +101,7 @@ struct GroupEncoder {
             squares += x * x;
         }
         const double length = sqrt(squares);
-        if (length > double(kLargest)) { saturated[t] |= 1; }
+        if (length > double(kLargestMapped)) { saturated[t] |= 1; }
         const float gain = float(length);
         return simt::to_half(gain > kTiny ? gain : kTiny);
     }
@@ -108,12 +114,16 @@ struct GroupEncoder {
         return {scale, simt::to_half(low + s * (0.5f * steps))};
     }
 
-    CRUMB_DEVICE float position(float x, Affine a) const {
-        return (x - simt::half_low(a.zero)) / simt::half_low(a.scale) + 0.5f * float(1 << bits);
+    CRUMB_DEVICE float middle() const { return 0.5f * float(1 << bits); }
+    // Of parameters that are taken over, which may be any bits.
+    CRUMB_DEVICE float position(float x, Affine a) const { return (x - simt::half_low(a.zero)) / simt::half_low(a.scale) + middle(); }
+    // Of those that fit() gave.
+    CRUMB_DEVICE float position(float x, Affine a, float inverse) const {
+        return quotient(x - simt::half_low(a.zero), simt::half_low(a.scale), inverse) + middle();
     }
     CRUMB_DEVICE u8 code_at(float position) const {
         const float most = float((1 << bits) - 1);
-        return u8(int(position < 0 ? 0.0f : position > most ? most : position));
+        return u8(simt::bits_of(simt::add_down(simt::min_of(simt::max_of(position, 0.0f), most), 0x1p23f)));
     }
 };
 

@@ -1,7 +1,7 @@
 // The device's append path: rows into exact records, exact records into pages. Present in builds with -DCRUMB_CUDA=ON.
 #pragma once
 
-#include "recipe/cuda/encode.h"
+#include "recipe/cuda/encode_args.h"
 #include "recipe/cuda/store.h"
 
 namespace crumb::cuda {
@@ -14,7 +14,7 @@ inline constexpr int kJobSlots = 4;
 struct EncodeLayers {
     const EncodeArgs* args = nullptr;  // [n], on the device
     int n = 0, most_heads = 0;
-    size_t shared_bytes = 0;  // the largest
+    EncodeShape shape;  // the widest
 };
 void launch_encode_layers(const EncodeLayers& layers, const EncodeJob* jobs, int n_jobs, void* stream);
 
