@@ -70,8 +70,8 @@ class Prefill {
                 copy_init(barriers + s);
                 reach_init(barriers + 2 * kStages + s, kRowWarps);
             }
-            reach_init(barriers + kQueriesThere, kQueryWarps);
-            reach_init(barriers + kQueriesTaken, kRowWarps);
+            reach_lanes_init(barriers + kQueriesThere, kQueryWarps);
+            reach_lanes_init(barriers + kQueriesTaken, kRowWarps);
             copy_ready();
         }
         sync_block();
@@ -184,8 +184,7 @@ class Prefill {
                     if (lane() == 0) { columns[column] = {dot * a.scale * kLog2e, tokens[i]}; }
                 }
             }
-            sync_warp();
-            reach(barriers + kQueriesThere);
+            reach_lanes(barriers + kQueriesThere);
         }
     }
 
@@ -428,8 +427,7 @@ class Prefill {
                 mean_[h] = column.mean, token_[h] = column.token;
                 top_[h] = kUnset, sum_[h] = 0;
             }
-            sync_warp();
-            reach(barriers() + kQueriesTaken);
+            reach_lanes(barriers() + kQueriesTaken);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const bool resumed = !a.first_slice && token_[h] != kNoToken;
