@@ -9,11 +9,11 @@ what else the machine does falls on all alike. Measured is the time in which all
 the last to the last token of the first. A line of JSON a sample; at the end a table of medians over the rounds: tokens a second
 of all streams, and CPU time of the server's process for each of them, which says more where others use the machine too.
 
-All slots restore one file, into memory of their own, and answer from the same tokens. It is kept in FOLDER for later runs. That
-of crumb is of a prompt that was computed. Those of llama.cpp's f16, q8_0 and q4_0 are made of the first --computed tokens at f16,
-whose K and V are repeated to the depth and quantised here (numpy): the same bytes to read, sooner than by prompts, which are
-five to ten times slower in its quantised caches. What they hold is no text, and what is answered from it is none; time does not
-depend on it.
+All slots restore one file and answer from the same tokens. It is kept in FOLDER for later runs. That of crumb is of a prompt that
+was computed; its server shares the pages of slots that hold the same text, and at the end it is said how many. Those of llama.cpp's
+f16, q8_0 and q4_0 are made of the first --computed tokens at f16, whose K and V are repeated to the depth and quantised here (numpy):
+the same bytes to read, sooner than by prompts, which are five to ten times slower in its quantised caches. What they hold is no
+text, and what is answered from it is none; time does not depend on it.
 """
 import argparse
 import concurrent.futures
