@@ -148,8 +148,13 @@ int main(void) {
     uint8_t digits[kHeadsKv][kDim];
     EXPECT(crumb_layer_digits(layer, 1, &digits[0][0]) == CRUMB_OK && digits[0][0] == 1 && digits[kHeadsKv - 1][kDim - 1] == 1);
     EXPECT(crumb_layer_digits(layer, 0, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "digits"));
-    EXPECT(crumb_artefact_with_bases("nowhere", NULL, 0, "", NULL, 0, 0, "nowhere") == CRUMB_ERROR_ARGUMENT &&
+    const crumb_basis basis = {0};
+    EXPECT(crumb_artefact_with_bases("nowhere", &basis, 1, "", NULL, 0, 0, "nowhere") == CRUMB_ERROR_ARGUMENT &&
            strstr(crumb_error(), "nowhere"));
+    EXPECT(crumb_artefact_with_bases("nowhere", &basis, -1, "", NULL, 0, 0, "nowhere") == CRUMB_ERROR_ARGUMENT &&
+           strstr(crumb_error(), "-1 bases"));
+    EXPECT(crumb_artefact_with_bases("nowhere", &basis, 1, "", NULL, 2, -5, "nowhere") == CRUMB_ERROR_ARGUMENT &&
+           strstr(crumb_error(), "2 sequences of -5 tokens"));
     EXPECT(crumb_plan(NULL, NULL, NULL) == CRUMB_ERROR_ARGUMENT);
     step.rows = &row;
     step.backend = CRUMB_CUDA;

@@ -8,7 +8,6 @@ queries read them; what the loss's gradient says about it is what errors of the 
 import ctypes
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -64,9 +63,9 @@ def _causal_attention(q, k, v, shape):
 
 
 def _far(n, rules, device):
-    """[n, n]: whether query t reads token j through codes (docs/design/position-rule.md)."""
-    edge = torch.from_numpy(rules.edge(np.arange(n))).to(device)
-    return (torch.arange(n, device=device) >= rules.sink) & (torch.arange(n, device=device) < edge[:, None])
+    """[n, n]: whether query t may read token j through codes."""
+    t, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    return (j >= rules.sink) & (j <= t - rules.recent)
 
 
 def _noisy_attention(q, k, v, noise_k, noise_v, far, shape):

@@ -8,7 +8,10 @@ is a basis like any other: encode, its inverse, and steps.
 
 import ctypes
 import math
+import os
+from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
@@ -16,14 +19,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from . import calibration, library, models
-from .blocks import Rules
+from .blocks import PAGE, Rules
 from .cache import mask
 from .layer import make_layers
 from .library import c
 
-PAGE = 64  # tokens
 STARTS = (0.6, 0.75, 0.9, 1.05, 1.25, 1.5)  # of the search for a token's gain (src/recipe/lanes/gain.cpp)
 TINY = 1e-20
+LEAST_STEP = 2.0**-24  # that an artefact may have
 
 
 class Side:
@@ -78,7 +81,7 @@ class Side:
         rms = (total((y / self.sigma * self.coded) ** 2) / total(self.coded)).sqrt().clamp(min=TINY)
         at, weight = y / step, step**2 * self.coded
         code = self._code(at / (torch.tensor(STARTS, device=y.device).view(-1, 1, 1, 1) * rms))
-        gain = (total(weight * code * at) / total(weight * code**2).clamp(min=1e-30)).clamp(2.0**-8, 2.0**7.9)
+        gain = (total(weight * code * at) / total(weight * code**2).clamp(min=1e-30)).clamp(2.0**-8, 2.0 ** (127 / 16))
         gain = torch.exp2((torch.log2(gain) * 16).round() / 16)
         error = total(weight * (at - self._code(at / gain) * gain) ** 2)
         gain = gain.gather(0, error.argmin(0, keepdim=True))[0]
@@ -86,9 +89,10 @@ class Side:
 
     @torch.no_grad()
     def trained(self):
-        """encode, decode and steps as the artefact has them."""
-        encode, decode, step = self.tables()
-        steps = self.steps.clone()
+        """encode, decode and steps as the artefact has them, the first two inverse to each other in double precision."""
+        encode, _, step = self.tables()
+        encode = encode.float().double()
+        decode, step, steps = torch.linalg.inv(encode), step.clamp(min=LEAST_STEP), self.steps.clone()
         steps.scatter_(1, self._digit(), torch.where(self.digits > 0, step, steps.gather(1, self._digit())[:, 0])[:, None])
         return [x.float().cpu().contiguous() for x in (encode, decode, steps)]
 
@@ -117,8 +121,21 @@ class _Run:
             coded_k = through(k_side, k)
         else:
             coded_k = through(k_side, k[..., self.order.to(k.device)])[..., self.back.to(k.device)]
-        far = calibration._far(k.shape[1], self.rules, k.device)
+        far = _read_through_codes(k.shape[1], self.rules, k.device)
         return calibration._noisy_attention(q, k, v, coded_k - k, through(v_side, v) - v, far, shape)
+
+
+def _read_through_codes(n, rules, device):
+    """[n, n]: whether query t reads token j through codes (docs/design/position-rule.md)."""
+    edge = torch.from_numpy(rules.edge(np.arange(n))).to(device)
+    return (torch.arange(n, device=device) >= rules.sink) & (torch.arange(n, device=device) < edge[:, None])
+
+
+def _require_output(file):
+    """Training takes long: what would keep its artefact from being written is said before it begins."""
+    folder = Path(file).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise ValueError(f"'{file}' cannot be written: name a file in a folder that exists and may be written to")
 
 
 def _sides(artefact, recipe, shapes, device):
@@ -147,7 +164,7 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
     """Trains the bases of `artefact` on texts (strings), for `recipe`, and writes the artefact `file`, which the crumb program and
     CrumbCache take like the other. The artefact may be one of calibrate() or one of crumb calibrate for a GGUF of this model.
 
-    tokens: of all texts together, a window of `window` a step, each read twice without and with codes. rate: of learning; it falls to 0
+    tokens: of all texts together, a window of `window` a step, read without codes, and with them, and gone back through. rate: of learning; it falls to 0
     at the end. report(step, steps, divergence) is called after each step, nats a token. Wants a GPU for models of any size.
     Returns the divergences. Raises ValueError that says what is wrong and what to do."""
     shapes, rules = models.shapes_of(model), Rules()
@@ -156,9 +173,10 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
         raise ValueError(f"'{recipe}' has no bases that could be trained: type recipe='planes', or a rate like 'planes:1.5'")
     windows = [ids for ids, _ in calibration._windows(tokenizer, texts, tokens, window) if ids.shape[1] == window] if texts else []
     first = rules.sink + rules.recent
-    if window <= first or not windows:
-        raise ValueError(f"training needs windows of more than {first} tokens, whole ones, and {tokens} tokens in windows of {window} "
+    if window < first + PAGE or not windows:
+        raise ValueError(f"training needs windows of {first + PAGE} tokens or more, whole ones, and {tokens} tokens in windows of {window} "
                          "of these texts have none: give longer texts")
+    _require_output(file)
     device = model.get_input_embeddings().weight.device
     sides = _sides(str(artefact), recipe, shapes, device)
     run = _Run(sides, shapes, models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k), rules)
@@ -191,6 +209,7 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
             if report:
                 report(step + 1, len(windows), costs[-1])
     finally:
+        run.sides = {}  # transformers keeps `run`
         model.set_attn_implementation(implementation)
         for parameter in required:
             parameter.requires_grad_(True)

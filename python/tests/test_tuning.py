@@ -93,7 +93,8 @@ def test_the_model_is_as_it_was(model, trained):
 @pytest.mark.parametrize("options, message", [
     (dict(texts=[]), "windows of 480 of these texts have none"),
     (dict(texts=["1 2 3"]), "windows of 480 of these texts have none"),
-    (dict(window=320), "more than 320 tokens"),
+    (dict(window=383), "384 tokens or more"),
+    (dict(file="nowhere/a"), "'nowhere/a' cannot be written"),
     (dict(recipe="oscar"), "'oscar' has no bases .*recipe='planes'"),
     (dict(artefact="nowhere.safetensors"), "nowhere.safetensors"),
 ])

@@ -164,7 +164,7 @@ std::vector<std::string> read_identity(Reader& in) {
     return values;
 }
 
-// Damage is called damage: nothing of a header is compared before its checksum is known to be right.
+// Damage is called damage: but for magic and version nothing of a header is compared before its checksum is known to be right.
 Extent read_header(Reader& in, const Cache::State& state, bool windows_only) {
     if (in.number<uint64_t>() != kMagic) {
         fail("this is not a saved sequence of crumb, or its first bytes are damaged");

@@ -28,7 +28,9 @@ crumb_status crumb_layer_digits(const crumb_layer* layer, int of_values, uint8_t
     return guard([&] {
         uint8_t* to = &need(digits, "digits");
         for (const HeadTables& head : need(layer, "layer").tables) {
-            to = std::ranges::copy((of_values ? head.v : head.k).digits, to).out;
+            const auto& of_head = (of_values ? head.v : head.k).digits;
+            if (of_head.empty()) fail("the recipe of this layer gives its directions no digits: that is done by 'planes'");
+            to = std::ranges::copy(of_head, to).out;
         }
     });
 }
@@ -36,6 +38,10 @@ crumb_status crumb_layer_digits(const crumb_layer* layer, int of_values, uint8_t
 crumb_status crumb_artefact_with_bases(const char* from, const crumb_basis* bases, int n_bases, const char* how,
                                        const int32_t* tokens, int n, int n_tokens, const char* file) {
     return guard([&] {
+        if (n_bases < 1 || n < 0 || (n > 0 && n_tokens < 1)) {
+            fail("{} bases and {} sequences of {} tokens: give one basis or more, and tokens of one or more a sequence", n_bases, n, n_tokens);
+        }
+        require_artefact_output(&need(file, "file"));
         Artefact artefact = read_artefact(&need(from, "from"));
         for (const crumb_basis& basis : std::span(&need(bases, "bases"), size_t(n_bases))) {
             artefact.layer(basis.layer);  // says which one is missing

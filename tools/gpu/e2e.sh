@@ -78,7 +78,7 @@ two_gpus() {
             CUDA_VISIBLE_DEVICES=$gpus "$crumb" run -m "$1" -f "$out/prompt.txt" -c 8192 -n 64 --temp 0 -no-cnv --no-display-prompt \
                 -ngl 99 --split-mode layer $kv >"$out/text.$gpus" 2>"$out/text.$gpus.err" || tail -n 3 "$out/text.$gpus.err"
         done
-        if cmp -s "$out/text.0" "$out/text.0,1"; then
+        if [[ -s $out/text.0 ]] && cmp -s "$out/text.0" "$out/text.0,1"; then
             echo "$kv: the same text"
         else
             echo "$kv: another text"
