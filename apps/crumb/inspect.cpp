@@ -264,10 +264,12 @@ int inspect(int argc, char** argv) {
         served.unified = request.unified || n_parallel < 0 || kv.memory > 0;
         llama::KvOptions serve = kv;
         serve.kept_windows = llama::kServedWindows;
-        std::vector<Use> uses{use_of(*model, "crumb serve", serve, served)};
-        if (kv.memory == 0) { uses.push_back(use_of(*model, "crumb run, chat", kv, request)); }
-        print_geometry(uses.front().config);
-        if (arguments.kv) { print_cost(uses, request.n_threads); }
+        print_geometry(llama::cache_geometry(*model, serve, served));
+        if (arguments.kv) {
+            std::vector<Use> uses{use_of(*model, "crumb serve", serve, served)};
+            if (kv.memory == 0) { uses.push_back(use_of(*model, "crumb run, chat", kv, request)); }
+            print_cost(uses, request.n_threads);
+        }
     }
     return 0;
 }

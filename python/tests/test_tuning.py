@@ -3,24 +3,12 @@
 import pytest
 import torch
 
-from crumb_kv import CrumbCache, calibrate, models, tune, tuning
+from crumb_kv import CrumbCache, models, tune, tuning
 from crumb_kv.blocks import Rules
-from test_cache import make_model, text
-from test_calibration import Words, header, words
+from test_cache import text
+from test_calibration import Words, artefact, header, model, words  # noqa: F401 (fixtures)
 
 RECIPE = "planes:2.25"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def artefact(model, tmp_path_factory):
-    file = tmp_path_factory.mktemp("artefact") / "small.safetensors"
-    calibrate(model, Words(), [words(1500, 1), words(1500, 2)], file, tokens=2500, window=640)
-    return file
 
 
 @pytest.fixture(scope="module")
