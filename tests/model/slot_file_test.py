@@ -38,7 +38,10 @@ class SlotFiles(unittest.TestCase):
         with Server(*CODED, folder=self.folder) as server:
             first = server.ask(PROMPT, id_slot=0)["content"]
             saved = server.call("/slots/0?action=save", {"filename": "good"})["n_saved"]
-            self.assertEqual([name for name in os.listdir(server.folder) if name.endswith(".part")], [])
+            self.assertEqual(os.listdir(server.folder), ["good"])
+            status, message = server.refusal("/slots/0?action=save", {"filename": "other.part"})
+            self.assertEqual((status, "ends in .part" in message), (400, True), message)
+            self.assertEqual(os.listdir(server.folder), ["good"])
             with open(server.path("good"), "rb") as f:
                 good = f.read()
             n_tokens = struct.unpack_from("<I", good, 8)[0]

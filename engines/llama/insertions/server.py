@@ -250,6 +250,12 @@ SERVER_LIMIT = """\
 SERVER_SAVE = """\
                     const std::string filepath_whole = filepath;
                     if (g_kv_memory) {
+                        // what is being written has this name: a file of it would be lost when another is saved
+                        if (filename.size() >= 5 && filename.compare(filename.size() - 5, 5, ".part") == 0) {
+                            send_error(task, "Unable to save slot: '" + filename + "' ends in .part, as files that are being written do: give another name",
+                                       ERROR_TYPE_INVALID_REQUEST);
+                            break;
+                        }
                         filepath += ".part";
                     }
 
@@ -276,7 +282,7 @@ SERVER_NOT_RESTORED = """\
                             if (g_kv_memory) {
                                 std::string why = g_kv_memory->refusal();
                                 std::error_code error;
-                                if (!std::filesystem::exists(filepath, error)) {
+                                if (!std::filesystem::exists(filepath, error) && !error) {
                                     why = "there is no file " + filepath + ": POST /slots/" + std::to_string(id_slot) +
                                           "?action=save with {\\"filename\\": \\"" + filename + "\\"} makes one";
                                 }
