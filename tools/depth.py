@@ -2,24 +2,28 @@
 """A whole model at depth: time of a generated token and of a prompt token behind 0 to N tokens, with crumb's cache and with
 llama.cpp's own, in turns, so that what else the machine does meets all of them.
 
-usage: depth.py CRUMB MODEL.gguf -o NAME [--depths 0,2048,8192] [--rounds 3] [--threads 1] [--prompt 512] [--generate 32]
-                [--cache "had2=--kv had2" --cache "f16=" --cache "q8_0=-fa 1 -ctk q8_0 -ctv q8_0@4096" ...]
+usage: depth.py CRUMB MODEL.gguf -o NAME --folder FOLDER [--depths 0,2048,8192] [--rounds 3] [--threads 1] [--prompt 512] [--generate 32]
+                [--cache "had2=--kv had2" --cache "q8_0=-ctk q8_0 -ctv q8_0@4096" ...] [--filling="-ngl 99 -t 8"]
 
-A cache is NAME=FLAGS of `crumb bench`, with @DEPTH where its largest depth is smaller than the others'. NAME.jsonl keeps every run
-of `crumb bench`, and a depth that is in it is not measured again (runs of other settings are refused); NAME.svg is the plot; the table goes to standard output.
+A cache is NAME=FLAGS of `crumb serve`, with @DEPTH where its largest depth is smaller than the others'. A server a cache, all of them up at
+once. A measurement restores a slot file of so many tokens, asks for --prompt tokens more, restores it again and asks for --generate
+tokens; times are the server's own. FOLDER keeps the slot files (slots.py says how they are made); --filling has flags for the
+servers that compute them, which may use a GPU where the measured ones do not. NAME.jsonl keeps every measurement, and one that is in it
+is not made again (those of other settings are refused); NAME.svg is the plot; the table goes to standard output.
 """
 import argparse
 import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+from slots import F16, Slots, need_numpy, prompt_of
 from svg import COLOURS, Svg
 
-CACHES = ["had2=--kv had2", "f16=-fa 1"]
+CACHES = ["had2=--kv had2", f"f16={F16}"]
+ANSWER = {"temperature": 0, "ignore_eos": True, "cache_prompt": True, "id_slot": 0}
 
 
 def cache(text):
@@ -27,7 +31,7 @@ def cache(text):
     flags, at, deepest = rest.partition("@")
     if not name or not equals or at and not deepest.isdigit():
         raise argparse.ArgumentTypeError(f"a cache is NAME=FLAGS or NAME=FLAGS@DEPTH, not '{text}'")
-    return name, flags.split(), int(deepest) if at else 1 << 30
+    return name, flags, int(deepest) if at else 1 << 30
 
 
 def depth_list(text):
@@ -62,7 +66,7 @@ def kept_runs(path, args, caches):
         except (ValueError, KeyError, TypeError, AttributeError):
             measured = False
         if not measured:
-            sys.exit(f"depth: error: line {number} of {path} is no run of crumb bench: remove the line, or choose another -o")
+            sys.exit(f"depth: error: line {number} of {path} is no measurement: remove the line, or choose another -o")
         for what, value in expected.items():
             if r.get(what) != value:
                 sys.exit(f"depth: error: line {number} of {path} was measured with {what} {r.get(what)}, not {value}: choose another -o, or remove the file")
@@ -70,18 +74,19 @@ def kept_runs(path, args, caches):
     return records
 
 
-def run(args, name, flags, depth, round_):
-    command = [args.crumb, "bench", "-m", args.model, "-t", str(args.threads), "-ngl", "0", "-d", str(depth), "-p", str(args.prompt), "-n",
-               str(args.generate), "-r", "1", "-o", "jsonl", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"depth: error: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    record = {"cache": name, "depth": depth, "round": round_, "load": os.getloadavg()[0], **settings(args), "flags": flags}
-    for line in filter(None, done.stdout.splitlines()):
-        row = json.loads(line)
-        record["prompt" if row["n_prompt"] else "generate"] = row["avg_ts"]
-        record["model"], record["cpu"] = row["model_type"], row["cpu_info"]
-    return record
+def measure(slots, server, flags, prompt, depth, args):
+    """Tokens a second behind `depth` tokens: of a prompt, and generated."""
+    def ask(tokens, answer):
+        if depth:
+            slots.restore(server, 0, flags, depth)
+        else:
+            server.call("/slots/0?action=erase", {})
+        return server.call("/completion", {"prompt": prompt[:depth + tokens], "n_predict": answer, **ANSWER})["timings"]
+    asked, answered = ask(args.prompt, 1), ask(1, args.generate + 1)  # the first token is the prompt's
+    if (asked["prompt_n"], answered["prompt_n"], answered["predicted_n"]) != (args.prompt, 1, args.generate + 1):
+        raise RuntimeError(f"{flags}: behind {depth} tokens {asked['prompt_n']} of a prompt were computed and {answered['predicted_n']} generated, not "
+                           f"{args.prompt} and {args.generate + 1}: the slot is not what was restored")
+    return {"prompt": 1000 * args.prompt / asked["prompt_ms"], "generate": 1000 * args.generate / answered["predicted_ms"]}
 
 
 def medians(records):
@@ -113,7 +118,7 @@ def table(records):
             print(f"| {cache} | " + " | ".join(cells) + f" | {'' if rise is None else f'{rise:.3f}'} |")
     loads = [r["load"] for r in records]
     rounds = len({r["round"] for r in records})
-    print(f"\n{records[0]['model']}, {records[0]['cpu']}, {records[0]['threads']} threads, medians of {rounds} rounds, "
+    print(f"\n{records[0]['file']}, {records[0]['threads']} threads, medians of {rounds} rounds, "
           f"load averages {min(loads):.1f} to {max(loads):.1f}")
 
 
@@ -146,29 +151,45 @@ def main():
     parser.add_argument("crumb")
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
+    parser.add_argument("--folder", required=True, help="of slot files")
     parser.add_argument("--depths", default="0,2048,4096,8192", type=depth_list)
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--threads", type=count, default=1)
     parser.add_argument("--prompt", type=count, default=512)
     parser.add_argument("--generate", type=count, default=32)
     parser.add_argument("--cache", action="append", type=cache)
+    parser.add_argument("--filling", default="", help="flags of the servers that compute slot files")
     args = parser.parse_args()
     kept = Path(args.output + ".jsonl")
     caches = args.cache or [cache(text) for text in CACHES]
     records = kept_runs(kept, args, caches)
-    done = {(r["cache"], r["depth"], r["round"]) for r in records}
-    with open(kept, "a") as out:
-        for round_ in range(args.rounds):
-            for depth in args.depths:
-                for name, flags, deepest in caches:
-                    if depth <= deepest and (name, depth, round_) not in done:
-                        records.append(run(args, name, flags, depth, round_))
-                        out.write(json.dumps(records[-1]) + "\n")
-                        out.flush()
-                        print(f"\rround {round_ + 1}, depth {depth}, {name}", end="    ", file=sys.stderr)
-    print(file=sys.stderr)
-    if not records:
+    wanted = [(name, flags, round_, depth) for round_ in range(args.rounds) for depth in args.depths for name, flags, deepest in caches if depth <= deepest]
+    done = {(r["cache"], r["round"], r["depth"]) for r in records}
+    missing = [w for w in wanted if (w[0], *w[2:]) not in done]
+    if not wanted:
         sys.exit("depth: error: every depth of --depths is beyond the @DEPTH of every cache")
+    need_numpy(flags for _, flags, _, _ in missing)
+    slots = Slots(args.crumb, args.model, args.folder, args.threads, filling=args.filling)
+    deepest = max(args.depths) + max(args.prompt, args.generate + 2)
+    servers = {}
+    try:
+        with open(kept, "a") as out:
+            for name, flags, round_, depth in missing:
+                if name not in servers:
+                    servers[name] = slots.serve(flags, deepest)
+                    prompt = prompt_of(servers[name], deepest)
+                    slots.fill(flags, prompt, {d for n, _, _, d in missing if n == name and d})
+                    measure(slots, servers[name], flags, prompt, 0, args)  # what is first touched then is no cost of a depth
+                record = {"cache": name, "depth": depth, "round": round_, "load": os.getloadavg()[0], **settings(args), "flags": flags,
+                          **measure(slots, servers[name], flags, prompt, depth, args)}
+                records.append(record)
+                out.write(json.dumps(record) + "\n")
+                out.flush()
+                print(f"\rround {round_ + 1}, depth {depth}, {name}", end="    ", file=sys.stderr)
+    finally:
+        for server in servers.values():
+            server.stop()
+    print(file=sys.stderr)
     table(records)
     plot(records, args.output + ".svg")
 
@@ -176,5 +197,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # of files, of a connection, or a server that did not start
         sys.exit(f"depth: error: {error}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
 RUN = {"cache": "had2", "depth": 0, "round": 0, "load": 1.0, "file": "m.gguf", "threads": 1, "prompt_tokens": 512, "generated_tokens": 32,
-       "flags": ["--kv", "had2"], "model": "llama", "cpu": "a CPU", "prompt": 80.0, "generate": 20.0}
+       "flags": "--kv had2", "prompt": 80.0, "generate": 20.0}
 
 
 class Measure(unittest.TestCase):
@@ -32,7 +32,7 @@ class Measure(unittest.TestCase):
         self.assertNotIn("Traceback", done.stderr)
 
     def depth(self, *arguments):
-        return ["depth.py", "-o", self.folder / "runs", "--cache", "had2=--kv had2", "--rounds", "1", "--depths", "0", *arguments]
+        return ["depth.py", "-o", self.folder / "runs", "--folder", self.folder / "slots", "--cache", "had2=--kv had2", "--rounds", "1", "--depths", "0", *arguments]
 
     def keep(self, *lines):
         (self.folder / "runs.jsonl").write_text("".join(lines))
@@ -59,11 +59,12 @@ class Measure(unittest.TestCase):
         self.refused(1, "no/a.json", "sessions.py", "--folder", self.folder, "--json", self.folder / "no/a.json")
         (self.folder / "file").touch()
         self.refused(1, "file", "sessions.py", "--folder", self.folder / "file")
+        self.refused(1, "file", *self.depth("--folder", self.folder / "file"))
 
     def test_numpy_is_missed_before_the_work(self):
-        for cache in ([], ["--cache", "-ctk q4_0 -ctv q4_0"]):
+        for tool in (["sessions.py"], ["sessions.py", "--cache", "-ctk q4_0 -ctv q4_0"], ["depth.py", "-o", self.folder / "runs"]):
             # -S: no packages
-            done = subprocess.run([sys.executable, "-S", TOOLS / "sessions.py", self.folder / "no-crumb", "m.gguf", "--folder", self.folder, *cache],
+            done = subprocess.run([sys.executable, "-S", TOOLS / tool[0], self.folder / "no-crumb", "m.gguf", "--folder", self.folder, *tool[1:]],
                                   capture_output=True, text=True, timeout=60)
             self.assertEqual(done.returncode, 1)
             self.assertIn("numpy", done.stderr)
@@ -83,7 +84,7 @@ class Measure(unittest.TestCase):
         self.assertEqual((self.folder / "runs.jsonl").read_text(), json.dumps(RUN) + "\n")
 
     def test_runs_of_other_settings_are_refused_and_kept(self):
-        for change in ({"file": "n.gguf"}, {"threads": 2}, {"prompt_tokens": 16}, {"generated_tokens": 4}, {"flags": ["--kv", "had2", "-fa", "1"]}):
+        for change in ({"file": "n.gguf"}, {"threads": 2}, {"prompt_tokens": 16}, {"generated_tokens": 4}, {"flags": "--kv had2 -ub 64"}):
             self.keep(json.dumps(RUN | change) + "\n")
             self.refused(1, "line 1 of", *self.depth())
             self.assertEqual(json.loads((self.folder / "runs.jsonl").read_text()), RUN | change)
