@@ -3,13 +3,13 @@
 llama.cpp's own, in turns, so that what else the machine does meets all of them.
 
 usage: depth.py CRUMB MODEL.gguf -o NAME --folder FOLDER [--depths 0,2048,8192] [--rounds 3] [--threads 1] [--prompt 512] [--generate 32]
-                [--cache "had2=--kv had2" --cache "q8_0=-ctk q8_0 -ctv q8_0@4096" ...] [--filling="-ngl 99 -t 8"]
+                [--cache "had2=--kv had2" --cache "q8_0=-ctk q8_0 -ctv q8_0@4096" ...]
 
 A cache is NAME=FLAGS of `crumb serve`, with @DEPTH where its largest depth is smaller than the others'. A server a cache, all of them up at
 once. A measurement restores a slot file of so many tokens, asks for --prompt tokens more, restores it again and asks for --generate
-tokens; times are the server's own. FOLDER keeps the slot files (slots.py says how they are made); --filling has flags for the
-servers that compute them, which may use a GPU where the measured ones do not. NAME.jsonl keeps every measurement, and one that is in it
-is not made again (those of other settings are refused); NAME.svg is the plot; the table goes to standard output.
+tokens; times are the server's own. FOLDER keeps the slot files (slots.py says how they are made), so that a run of a build for GPUs can make
+those of a run on CPUs. NAME.jsonl keeps every measurement, and one that is in it is not made again (those of other settings are
+refused); NAME.svg is the plot; the table goes to standard output.
 """
 import argparse
 import json
@@ -158,7 +158,6 @@ def main():
     parser.add_argument("--prompt", type=count, default=512)
     parser.add_argument("--generate", type=count, default=32)
     parser.add_argument("--cache", action="append", type=cache)
-    parser.add_argument("--filling", default="", help="flags of the servers that compute slot files")
     args = parser.parse_args()
     kept = Path(args.output + ".jsonl")
     caches = args.cache or [cache(text) for text in CACHES]
@@ -169,7 +168,7 @@ def main():
     if not wanted:
         sys.exit("depth: error: every depth of --depths is beyond the @DEPTH of every cache")
     need_numpy(flags for _, flags, _, _ in missing)
-    slots = Slots(args.crumb, args.model, args.folder, args.threads, filling=args.filling)
+    slots = Slots(args.crumb, args.model, args.folder, args.threads)
     deepest = max(args.depths) + max(args.prompt, args.generate + 2)
     servers = {}
     try:

@@ -89,13 +89,12 @@ def stretch(source, file, kind, tokens):
 
 
 class Slots:
-    """A model's slot files in a folder, for servers of `count` slots. `computed`: tokens that are computed before they are repeated;
-    `filling`: flags of the servers that compute, besides those of the cache."""
+    """A model's slot files in a folder, for servers of `count` slots. `computed`: tokens that are computed before they are repeated."""
 
-    def __init__(self, crumb, model, folder, threads, count=1, computed=512, filling=""):
+    def __init__(self, crumb, model, folder, threads, count=1, computed=512):
         os.makedirs(folder, exist_ok=True)
         self.crumb, self.model, self.folder, self.threads = crumb, model, os.path.abspath(folder), threads
-        self.count, self.computed, self.filling = count, computed, filling
+        self.count, self.computed = count, computed
 
     def serve(self, flags, tokens):
         """A server with slots of at least `tokens` tokens."""
@@ -124,7 +123,7 @@ class Slots:
             self.compute(flags, prompt, {depth: self.file(flags, depth) for depth in missing})
 
     def compute(self, flags, prompt, files):
-        with self.serve(f"{flags} {self.filling}", max(files)) as server:
+        with self.serve(flags, max(files)) as server:
             for tokens, file in files.items():
                 print(f"{flags}: computing {tokens} tokens", file=sys.stderr, flush=True)
                 began = time.monotonic()
