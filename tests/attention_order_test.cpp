@@ -65,6 +65,30 @@ TEST(AttentionOrder, Threads) {
     }
 }
 
+// Sums of integers have no order, and everything else is the same program.
+TEST(AttentionOrder, TilesOfAmxGiveTheBitsOfAvx512) {
+    if (!supported(Isa::amx)) GTEST_SKIP() << "this machine has no AMX";
+    for (const auto& [planes_k, planes_v] : {std::pair{64, 64}, {96, 160}, {128, 96}, {256, 128}, {160, 32}}) {
+        for (const int group : {1, 3, 5, 8, 12}) {
+            World world({2 * group, 2, 64, 80}, {{64, planes_k, SideInfo::gain8, true}, {80, planes_v, SideInfo::scale_zero, true}}, true);
+            std::vector<QueryRow> rows;
+            for (const auto& [length, n] : {std::pair{400, 1}, {330, 19}, {130, 3}}) {
+                add_rows(rows, world.add_sequence(length), length, n);
+            }
+            for (QueryRow& row : rows) row.coded_end = row.end;
+            for (const float scale : {1.0f, 6.0f}) {
+                world.make_queries(int(rows.size()), scale);
+                for (const int bits : {8, 15}) {
+                    world.maps.query_bits = bits;
+                    expect_same(world, world.run(Isa::avx512, rows, 0), world.run(Isa::amx, rows, 0), rows,
+                                std::to_string(planes_k) + " and " + std::to_string(planes_v) + " planes, " + std::to_string(group) +
+                                    " heads, " + std::to_string(bits) + " bits");
+                }
+            }
+        }
+    }
+}
+
 // As an engine does it: one work for all layers of two kinds, prepared once for more threads than come.
 TEST(AttentionOrder, OneWorkForManyLayers) {
     const Ragged ragged;

@@ -48,6 +48,20 @@ void vpmaddubsw_256(int n) {  // its sums need an addition each
     }
 }
 #undef CHAINS
+void tdpbsud_tiles(int n) {  // five chains, twice
+    struct alignas(64) {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } const shapes;
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    for (int i = 0; i < 2 * n; ++i) {
+        asm volatile(
+            "tdpbsud %tmm7, %tmm6, %tmm0\n tdpbsud %tmm7, %tmm6, %tmm1\n tdpbsud %tmm7, %tmm6, %tmm2\n"
+            "tdpbsud %tmm7, %tmm6, %tmm3\n tdpbsud %tmm7, %tmm6, %tmm4");
+    }
+    asm volatile("tilerelease");
+}
 #endif
 
 }  // namespace
@@ -78,6 +92,9 @@ double dot_roof(Isa isa) {
     double products = 0;  // multiply-adds of an instruction
 #if defined(__x86_64__)
     switch (isa) {
+        case Isa::amx:
+            dots = tdpbsud_tiles, products = 16384;
+            break;
         case Isa::avx512:
             dots = vpdpbusd_512, products = 64;
             break;

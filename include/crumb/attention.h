@@ -139,9 +139,11 @@ enum class Isa : uint8_t {
     avx2,
     avx_vnni,  // AVX2 and AVX-VNNI
     avx512,    // AVX-512 F, BW, VL, DQ and VNNI
+    amx,       // AVX-512 as above and AMX-INT8: the bits of avx512
     neon,      // Armv8.2 with dot product
 };
-inline constexpr Isa kIsas[] = {Isa::portable, Isa::neon, Isa::avx2, Isa::avx_vnni, Isa::avx512};  // slowest first
+// Slowest first.
+inline constexpr Isa kIsas[] = {Isa::portable, Isa::neon, Isa::avx2, Isa::avx_vnni, Isa::avx512, Isa::amx};
 const char* name(Isa isa);
 bool supported(Isa isa);
 Isa best_isa();

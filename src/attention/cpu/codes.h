@@ -61,8 +61,17 @@ inline Words load_part(const std::byte* block, int part) {
     }
 }
 
+// Dot rows with K, and with V, from which on it pays to unpack them once for all rows, and how many then go side by side.
+#if defined(__AMX_INT8__)
+constexpr int kUnpackKeysFrom = 8, kUnpackValuesFrom = 8, kUnpackedRows = 16;
+#else
+constexpr int kUnpackKeysFrom = 12, kUnpackValuesFrom = 12, kUnpackedRows = kDotRows;
+#endif
+
 // Codes of one side of a page, and how far away the next page is, to be fetched meanwhile.
 struct Packed {
+    static constexpr int kRows = kDotRows;
+
     const std::byte* codes;
     int planes;
     ptrdiff_t next;
@@ -74,8 +83,13 @@ struct Packed {
 // Unpacked: digits as bytes. K [planes / 4][64 tokens][4 planes] with dwords in the order of query rows, V [16 quads of
 // tokens][planes][4 tokens].
 struct Unpacked {
+    static constexpr int kRows = kUnpackedRows;
+
     const std::byte* digits;
     int planes;
+
+    int groups() const { return planes / kGroup; }
+    bool tail() const { return planes % kGroup != 0; }
 };
 
 // ---- K: out[row][token] = sum over planes of digit times row

@@ -3,7 +3,10 @@
 
 #include "attention/cpu/kernel.h"
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -13,11 +16,29 @@ namespace crumb {
 namespace {
 
 #if defined(__x86_64__)
-// Leaf 7, sub-leaf 1: compilers of 2022 have no name for it.
-bool has_avx_vnni() {
-    uint32_t a = 7, b = 0, c = 1, d = 0;
-    __asm__("cpuid" : "+a"(a), "+c"(c), "=b"(b), "=d"(d));
-    return (a >> 4 & 1) != 0;
+struct CpuId {
+    uint32_t a, b, c, d;
+};
+
+// Compilers of 2022 have no names for all of these.
+CpuId leaf_7(uint32_t sub_leaf) {
+    CpuId r{7, 0, sub_leaf, 0};
+    __asm__("cpuid" : "+a"(r.a), "+c"(r.c), "=b"(r.b), "=d"(r.d));
+    return r;
+}
+
+bool has_avx_vnni() { return (leaf_7(1).a >> 4 & 1) != 0; }
+
+// Linux gives the registers of tiles to processes that ask, once, for all their threads. Machines that hide AMX, and
+// kernels that do not know it, refuse.
+bool has_tiles() {
+    const uint32_t tile = 1u << 24, int8 = 1u << 25;
+    if ((leaf_7(0).d & (tile | int8)) != (tile | int8)) {
+        return false;
+    }
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
 }
 #endif
 
@@ -33,6 +54,8 @@ const char* name(Isa isa) {
             return "avx-vnni";
         case Isa::avx512:
             return "avx512";
+        case Isa::amx:
+            return "amx";
         case Isa::neon:
             return "neon";
     }
@@ -52,6 +75,8 @@ bool supported(Isa isa) {
             return supported(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vnni");
+        case Isa::amx:
+            return supported(Isa::avx512) && has_tiles();
 #elif defined(__aarch64__)
         case Isa::neon:
             return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
@@ -81,6 +106,8 @@ const cpu::Kernel& cpu::kernel_of(Isa isa) {
             return avx_vnni_kernel;
         case Isa::avx512:
             return avx512_kernel;
+        case Isa::amx:
+            return amx_kernel;
 #elif defined(__aarch64__)
         case Isa::neon:
             return neon_kernel;

@@ -108,6 +108,7 @@ extern const Kernel portable_kernel;
 extern const Kernel avx2_kernel;
 extern const Kernel avx_vnni_kernel;
 extern const Kernel avx512_kernel;
+extern const Kernel amx_kernel;
 #elif defined(__aarch64__)
 extern const Kernel neon_kernel;
 #endif

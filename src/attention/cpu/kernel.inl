@@ -16,11 +16,10 @@
 #include <crumb/error.h>
 
 #include "attention/cpu/softmax.h"
+#include "attention/cpu/tiles.h"
 
 namespace crumb::cpu {
 namespace {
-
-constexpr int kUnpackFrom = 12;  // dot rows: from here on it pays to unpack a page once for all of them
 
 bool has_page(const Pages& pages, int block) { return size_t(block) < pages.n_ids && pages.ids[block] != kNoBlock; }
 
@@ -125,14 +124,14 @@ float weigh_coded(const Item& item, const Scratch& scratch, float* partials, int
     return unit_b;
 }
 
-// Query vectors of `seen` against a page, kDotRows dot rows at a time.
-template <class Codes>
+// Query vectors of `seen` against a page, as many at a time as both kinds of codes take.
+template <class Keys, class Values>
 void visit_codes(const Item& item, const Scratch& scratch, float* partials, int block, const Seen& seen,
-                 const Codes& keys, const Codes& values, const Info& k, const Info& v, const float* k_mean) {
-    alignas(64) int32_t dots[kDotRows * kTokens];
-    alignas(64) uint8_t bytes[kDotRows * kTokens];
-    float units[kDotRows];
-    const int most = kDotRows / item.q_rows, n = seen.last - seen.first, blocks = (n + most - 1) / most;
+                 const Keys& keys, const Values& values, const Info& k, const Info& v, const float* k_mean) {
+    alignas(64) int32_t dots[Keys::kRows * kTokens];
+    alignas(64) uint8_t bytes[Values::kRows * kTokens];
+    float units[Values::kRows];
+    const int most = min(Keys::kRows / item.q_rows, Values::kRows), n = seen.last - seen.first, blocks = (n + most - 1) / most;
     const int step = (n + blocks - 1) / blocks;
     const size_t stride = item.coded.k.planes;
     for (int first = seen.first; first < seen.last; first += step) {
@@ -169,13 +168,20 @@ void visit_coded(const Item& item, const Scratch& scratch, float* partials, int 
     }
     const float* mean = pages.k.page_mean ? k_mean : nullptr;
     const Packed keys{page + pages.k.codes, pages.k.planes, next}, values{page + pages.v.codes, pages.v.planes, next};
-    if ((seen.last - seen.first) * item.q_rows < kUnpackFrom) {
-        visit_codes(item, scratch, partials, block, seen, keys, values, k, v, mean);
+    const auto visit = [&](const auto& k_codes, const auto& v_codes) {
+        visit_codes(item, scratch, partials, block, seen, k_codes, v_codes, k, v, mean);
+    };
+    const int rows = seen.last - seen.first;
+    if (rows * item.q_rows < kUnpackKeysFrom) {
+        visit(keys, values);
+        return;
+    }
+    std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
+    const Unpacked unpacked = unpack_keys(keys, digits);
+    if (rows < kUnpackValuesFrom) {
+        visit(unpacked, values);
     } else {
-        std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
-        const Unpacked unpacked = unpack_keys(keys, digits);
-        visit_codes(item, scratch, partials, block, seen, unpacked,
-                    unpack_values(values, digits + keys.planes * kTokens), k, v, mean);
+        visit(unpacked, unpack_values(values, digits + keys.planes * kTokens));
     }
 }
 
@@ -383,6 +389,7 @@ class Ahead {
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
     clear_page_sums(item, scratch);
+    const Tiles tiles(item.coded.k.planes > 0 && item.n * item.q_rows >= kUnpackKeysFrom);
     constexpr int kChunk = 64;
     for (int end; first < last; first = end) {
         end = min((first / kChunk + 1) * kChunk, last);

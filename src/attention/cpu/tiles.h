@@ -1,0 +1,146 @@
+// Dot products with unpacked pages by AMX: a tile product is 16 rows times 16 columns over 64 bytes, eight times what
+// vpdpbusd does in its time. What unpacking writes is the second operand as it lies there: K [planes / 4][64 tokens]
+// [4 planes], V [16 quads][planes][4 tokens]; rows of queries and of weights are the first. Sums are of integers, so
+// they are those of codes.h. Internal to the unit (see kernel.h).
+//
+// Instructions are spelled out: the tile loads of GCC 12 do not tell the compiler that they read memory, and its
+// _tile_loadconfig() names 8 of the 64 bytes that are read.
+#pragma once
+
+#include "attention/cpu/codes.h"
+
+#if defined(__AMX_INT8__)
+
+namespace crumb::cpu {
+namespace {
+
+// Four sums, and both operands of products over 64 bytes and over the 32 of a tail.
+constexpr int kSums = 4, kLeft = 4, kRight = 5, kLeftTail = 6, kRightTail = 7;
+
+// The shapes of this thread's tiles, as long as it lives. Tiles in use make switches of context dearer.
+class Tiles {
+  public:
+    explicit Tiles(bool needed) : needed_(needed) {
+        if (needed_) {
+            struct alignas(64) {
+                uint8_t palette = 1, start_row = 0, reserved[14] = {};
+                uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
+                uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+            } const shapes;
+            static_assert(sizeof shapes == 64);
+            asm volatile("ldtilecfg %0" ::"m"(shapes));
+        }
+    }
+    ~Tiles() {
+        if (needed_) asm volatile("tilerelease");
+    }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+
+  private:
+    bool needed_;
+};
+
+template <int Tile>
+inline void load_tile(const void* from, size_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(Tile), "r"(from), "r"(stride) : "memory");
+}
+
+template <int Tile>
+inline void store_tile(void* to, size_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(Tile), "r"(to), "r"(stride) : "memory");
+}
+
+template <int Tile>
+inline void clear_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
+}
+
+// Sum += int8 rows of `Left` times digits of `Right`.
+template <int Sum, int Left, int Right>
+inline void multiply_tiles() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Left), "i"(Right));
+}
+
+template <int... Sum, class F>
+inline void for_each_sum(std::integer_sequence<int, Sum...>, F f) {
+    (f(std::integral_constant<int, Sum>()), ...);
+}
+
+// Rows beyond n are read and not written: 16 rows of q are memory.
+void score_rows(int, const Unpacked& keys, const int8_t* q, size_t stride, int32_t* out) {
+    constexpr size_t kRow = kTokens * 4;
+    constexpr auto kAll = std::make_integer_sequence<int, kSums>();
+    const std::byte* digits = keys.digits;
+    for_each_sum(kAll, [](auto sum) { clear_tile<sum>(); });
+    for (int group = 0; group < keys.groups(); group++, digits += 16 * kRow, q += kGroup) {
+        load_tile<kLeft>(q, stride);
+        for_each_sum(kAll, [&](auto sum) {
+            load_tile<kRight>(digits + sum * 64, kRow);
+            multiply_tiles<sum, kLeft, kRight>();
+        });
+    }
+    if (keys.tail()) {
+        load_tile<kLeftTail>(q, stride);
+        for_each_sum(kAll, [&](auto sum) {
+            load_tile<kRightTail>(digits + sum * 64, kRow);
+            multiply_tiles<sum, kLeftTail, kRightTail>();
+        });
+    }
+    for_each_sum(kAll, [&](auto sum) { store_tile<sum>(out + sum * 16, kRow); });
+}
+
+// Sums First and First + 1, of 32 planes: the products, and their way to the outputs.
+template <int First>
+inline void multiply_planes(const Unpacked& values, int plane) {
+    for_each_sum(std::make_integer_sequence<int, 2>(), [&](auto i) {
+        clear_tile<First + i>();
+        load_tile<kRight>(values.digits + (plane + 16 * i) * 4, size_t(values.planes) * 4);
+        multiply_tiles<First + i, kLeft, kRight>();
+    });
+}
+
+template <int First>
+inline void add_planes(int n, const WeightRows& rows, int plane) {
+    alignas(64) int32_t sums[16 * 32];
+    store_tile<First>(sums, 128);
+    store_tile<First + 1>(sums + 16, 128);
+    for (int r = 0; r < n; r++) {
+        const Floats scale = splat(rows.scale[r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            float* to = rows.out + r * rows.out_stride + plane + v * kLanes;
+            store(to, multiply_add(to_floats(load<Ints>(sums + (2 * r + v) * 16)), scale, load<Floats>(to)));
+        }
+    }
+}
+
+// 16 rows of weights are memory. The products of the next planes run while sums become floats.
+void weigh_rows(int n, const Unpacked& values, const WeightRows& rows) {
+    load_tile<kLeft>(rows.bytes, kTokens);
+    multiply_planes<0>(values, 0);
+    for (int plane = 0; plane < values.planes; plane += 64) {
+        const bool both = plane + 32 < values.planes;
+        if (both) multiply_planes<2>(values, plane + 32);
+        add_planes<0>(n, rows, plane);
+        if (plane + 64 < values.planes) multiply_planes<0>(values, plane + 64);
+        if (both) add_planes<2>(n, rows, plane + 32);
+    }
+}
+
+}  // namespace
+}  // namespace crumb::cpu
+
+#else
+
+namespace crumb::cpu {
+namespace {
+
+struct Tiles {
+    explicit Tiles(bool) {}
+};
+
+}  // namespace
+}  // namespace crumb::cpu
+
+#endif
