@@ -237,6 +237,33 @@ def test_refused_on_a_device(given, remedy):
     _refuse_what_is_not_supported(config("cpu"))
 
 
+def test_what_vllm_promises_and_crumb_cannot_is_refused(monkeypatch):
+    from crumb_kv.serving import Refused
+    from crumb_kv.vllm.served import _refuse_what_is_not_supported
+
+    given = config("cpu")
+    given.attention_config.use_non_causal = True
+    with pytest.raises(Refused, match="attention that is not causal"):
+        _refuse_what_is_not_supported(given)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(Refused, match="batch invariance .VLLM_BATCH_INVARIANT.. Unset it"):
+        _refuse_what_is_not_supported(config("cpu"))
+
+
+def test_layers_with_rules_of_their_own_are_refused():
+    """Llama 4's local layers, attention sinks of vLLM's own and the like take a backend as theirs and change what a token sees."""
+    from crumb_kv.serving import Refused
+    from crumb_kv.vllm.served import Served
+    from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+
+    layer = lambda kind: object.__new__(kind)
+    shapes = lambda kinds, **model: Served._shapes(SimpleNamespace(attentions=dict(enumerate(map(layer, kinds)))), SimpleNamespace(**model), None)
+    with pytest.raises(Refused, match="layers of kind ChunkedLocalAttention, and only full attention is coded"):
+        shapes([Attention, ChunkedLocalAttention])
+    with pytest.raises(Refused, match="its images are seen both ways"):
+        shapes([Attention], is_mm_prefix_lm=True)
+
+
 def test_every_backend_is_crumbs_with_the_options_and_vllms_without(monkeypatch):
     from crumb_kv.serving import Refused
     from crumb_kv.vllm import backend, register

@@ -5,8 +5,10 @@ import weakref
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -43,6 +45,8 @@ def _refuse_what_is_not_supported(config):
          "Leave --kv-transfer-config out"),
         ("context parallelism", getattr(parallel, "decode_context_parallel_size", 1) > 1
          or getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Use --tensor-parallel-size"),
+        ("attention that is not causal", getattr(config.attention_config, "use_non_causal", False), "Leave the crumb options out"),
+        ("batch invariance (VLLM_BATCH_INVARIANT)", envs.VLLM_BATCH_INVARIANT, "Unset it"),
         ("dual batch overlap", getattr(parallel, "enable_dbo", False), "Leave --enable-dbo out"),
         (f"blocks of {config.cache_config.block_size} tokens", config.cache_config.block_size % PAGE, f"Type: --block-size {PAGE}"),
     ))
@@ -86,6 +90,10 @@ class Served(serving.Served):
         return next((number, layer) for number, layer in self.attentions.items() if getattr(layer, "impl", None) is impl)
 
     def _shapes(self, model, config):
+        if others := sorted({type(layer).__name__ for layer in self.attentions.values() if type(layer) is not Attention}):
+            refuse_model(ENGINE, f"it has layers of kind {', '.join(others)}, and only full attention is coded here")
+        if getattr(model, "is_mm_prefix_lm", False):
+            refuse_model(ENGINE, "its images are seen both ways, and attention here is causal")
         kinds = {(type(layer.impl).__name__, layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.impl.scale,
                   layer.impl.softcap) if hasattr(getattr(layer, "impl", None), "softcap") else type(layer).__name__
                  for layer in self.attentions.values()}
