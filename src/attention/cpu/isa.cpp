@@ -27,18 +27,22 @@ CpuId leaf_7(uint32_t sub_leaf) {
     return r;
 }
 
-bool has_avx_vnni() { return (leaf_7(1).a >> 4 & 1) != 0; }
+// Asked once: on a virtual machine cpuid takes some 8 us.
+bool has_avx_vnni() {
+    static const bool has = (leaf_7(1).a >> 4 & 1) != 0;
+    return has;
+}
 
 // Linux gives the registers of tiles to processes that ask, once, for all their threads. Machines that hide AMX, and
 // kernels that do not know it, refuse.
 bool has_tiles() {
-    const uint32_t tile = 1u << 24, int8 = 1u << 25;
-    if ((leaf_7(0).d & (tile | int8)) != (tile | int8)) {
-        return false;
-    }
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    return granted;
+    static const bool has = [] {
+        const uint32_t bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, all = bf16 | tile | int8, avx512_bf16 = 1u << 5;
+        constexpr int kRequestPermission = 0x1023, kTileData = 18;
+        return (leaf_7(0).d & all) == all && (leaf_7(1).a & avx512_bf16) != 0 &&
+               syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    }();
+    return has;
 }
 #endif
 
