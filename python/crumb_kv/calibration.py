@@ -11,21 +11,29 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from . import library, models
 from .blocks import Rules
 from .cache import mask
+from .layer import Shape
 from .library import c
 
 LEAST_TOKENS = 2000
 SKIP = 64  # sinks: first tokens of a window, which stay exact in a cache
+BLOCK = 1024  # queries whose logits are there together
 CLIP = 3.0  # rows' gradients are cut to this many median lengths, and the sum scaled to the trace it had
+
+
+def _mask(*sizes, mask_function=causal_mask_function, **options):
+    """None for layers that are plainly causal; of a sliding window what transformers' "sdpa" would get."""
+    make = mask if mask_function is causal_mask_function else AttentionMaskInterface()["sdpa"]
+    return make(*sizes, mask_function=mask_function, **options)
 
 
 @dataclass
 class _Run:
-    """One pass over the texts."""
+    """One pass over the texts. Layers that have no shape stay as they are."""
 
     shapes: list
     order: torch.Tensor | None
@@ -34,14 +42,14 @@ class _Run:
     noise: dict = field(default_factory=dict)  # layer: (of K, of V), [KV heads, T, D]
 
     def attention(self, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-        layer, shape = module.layer_idx, self.shapes[module.layer_idx]
-        if self.handle is None:
-            n = key.shape[2]
-            self.noise[layer] = [torch.zeros(h.shape[1:], device=h.device, requires_grad=True) for h in (key, value)]
-            out = checkpoint(_noisy_attention, query[0].float(), key[0].float(), value[0].float(), *self.noise[layer],
-                             _far(n, self.rules, key.device), shape, use_reentrant=False)
+        shape = coded_shape(self.shapes, module, attention_mask)
+        q, k, v = query[0].float(), key[0].float(), value[0].float()
+        if shape is None:
+            out = _exact_attention(q, k, v, attention_mask, scaling, softcap)
+        elif self.handle is None:
+            noise = self.noise[shape.layer] = [torch.zeros_like(rows, requires_grad=True) for rows in (k, v)]
+            out = _noisy_attention(q, k, v, *noise, _far(k.shape[1], self.rules, k.device), shape)
         else:
-            q, k, v = query[0].float(), key[0].float(), value[0].float()
             out = _causal_attention(q, k, v, shape)
             order = slice(None) if self.order is None else self.order.to(q.device)
             rows = [x.transpose(0, 1).contiguous().cpu() for x in (q[..., order], k[..., order], v, out)]
@@ -51,15 +59,45 @@ class _Run:
         return out.transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
 
+def coded_shape(shapes, module, attention_mask):
+    """The Shape of the layer, or None if it is not coded."""
+    shape = next((shape for shape in shapes if shape.layer == module.layer_idx), None)
+    if shape is not None and attention_mask is not None:
+        raise ValueError("crumb_kv: the model masks more than what comes later: give it texts alone, without padding or images")
+    return shape
+
+
 def _logits(q, k, shape):
     logits = q @ k.repeat_interleave(shape.n_head // shape.n_head_kv, 0).transpose(1, 2) * shape.scale
     return shape.softcap * torch.tanh(logits / shape.softcap) if shape.softcap else logits
 
 
-def _causal_attention(q, k, v, shape):
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    weights = _logits(q, k, shape).masked_fill(future, -torch.inf).softmax(-1)
-    return weights @ v.repeat_interleave(shape.n_head // shape.n_head_kv, 0)
+def _in_blocks(attend, q, k, v, seen):
+    """attend(q, k, v, seen, rows, keys) of BLOCK queries at a time, with the keys that they may see. seen: [n, n] or None, causal."""
+    outputs = []
+    for begin in range(0, q.shape[1], BLOCK):
+        rows, keys = slice(begin, min(begin + BLOCK, q.shape[1])), slice(0, min(begin + BLOCK, q.shape[1]))
+        if seen is None:
+            seen_here = torch.ones(rows.stop - begin, rows.stop, dtype=torch.bool, device=q.device).tril(begin)
+        else:
+            seen_here = seen[rows, keys]
+        outputs.append(checkpoint(attend, q[:, rows], k[:, keys], v[:, keys], seen_here, rows, keys, use_reentrant=False,
+                                  preserve_rng_state=False))
+    return torch.cat(outputs, 1)
+
+
+def _causal_attention(q, k, v, shape, seen=None):
+    def attend(q, k, v, seen, rows, keys):
+        weights = _logits(q, k, shape).masked_fill(~seen, -torch.inf).softmax(-1)
+        return weights @ v.repeat_interleave(shape.n_head // shape.n_head_kv, 0)
+
+    return _in_blocks(attend, q, k, v, seen)
+
+
+def _exact_attention(q, k, v, attention_mask, scaling, softcap):
+    """Of a layer that is not coded."""
+    shape = Shape(-1, len(q), len(k), q.shape[2], v.shape[2], scaling, softcap or 0.0)
+    return _causal_attention(q, k, v, shape, None if attention_mask is None else attention_mask[0, 0])
 
 
 def _far(n, rules, device):
@@ -69,12 +107,13 @@ def _far(n, rules, device):
 
 
 def _noisy_attention(q, k, v, noise_k, noise_v, far, shape):
-    n = q.shape[1]
-    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-    far_logits = _logits(q, k + noise_k, shape)
-    weights = torch.where(far, far_logits, _logits(q, k, shape)).masked_fill(future, -torch.inf).softmax(-1)
-    group = shape.n_head // shape.n_head_kv
-    return weights @ v.repeat_interleave(group, 0) + weights * far @ noise_v.repeat_interleave(group, 0)
+    def attend(q, k, v, seen, rows, keys):
+        far_here, group = far[rows, keys], shape.n_head // shape.n_head_kv
+        far_logits = _logits(q, k + noise_k[:, keys], shape)
+        weights = torch.where(far_here, far_logits, _logits(q, k, shape)).masked_fill(~seen, -torch.inf).softmax(-1)
+        return weights @ v.repeat_interleave(group, 0) + weights * far_here @ noise_v[:, keys].repeat_interleave(group, 0)
+
+    return _in_blocks(attend, q, k, v, None)
 
 
 def _squares(gradients, clip):
@@ -104,9 +143,16 @@ def _gradients(model, run, tokens, generator):
         yield layer, k, v
 
 
+def _begins(tokenizer):
+    """The token that this tokenizer puts before every text, if it does: [token] or []."""
+    if tokenizer.bos_token_id is None:
+        return []
+    return [id for id in tokenizer("1", add_special_tokens=True)["input_ids"][:1] if id == tokenizer.bos_token_id]
+
+
 def _windows(tokenizer, texts, n_tokens, window):
     """Window i of every text, then window i + 1 of every text; the parts that fits are tried on alternate."""
-    begins = [] if tokenizer.bos_token_id is None or not getattr(tokenizer, "add_bos_token", False) else [tokenizer.bos_token_id]
+    begins = _begins(tokenizer)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     room, left, windows = min(window, max(256, n_tokens // len(texts))) - len(begins), n_tokens, []
     for at in range(0, max(map(len, ids)), room):
@@ -124,7 +170,7 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
     tokens: of all texts together, in windows of `window`, each a sequence of its own. metric: how `planes` weighs errors:
     "gradient", what they do to the model's predictions, one backward pass a window, or "none". An artefact made here knows its
     model by the hash of its weights in BF16. Raises ValueError that says what is wrong and what to do."""
-    shapes = models.shapes_of(model)
+    shapes = models.shapes_of(model, leave_windows=True)
     if metric not in ("gradient", "none"):
         raise ValueError(f"there is no metric '{metric}': type metric='gradient' or 'none'")
     windows = _windows(tokenizer, texts, tokens, window) if texts else []
@@ -142,7 +188,7 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
         model.requires_grad_(False)
         run = _Run(shapes, models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k))
         AttentionInterface.register("crumb-calibrate", run.attention)
-        AttentionMaskInterface.register("crumb-calibrate", mask)
+        AttentionMaskInterface.register("crumb-calibrate", _mask)
         model.set_attn_implementation("crumb-calibrate")
         device = model.get_input_embeddings().weight.device
         if metric == "gradient":
@@ -178,5 +224,5 @@ def _add_metric(model, run, handle, windows, device, generator):
     for (fold, layer), sides in sums.items():
         k, v = ((side / rows[fold]).contiguous() for side in sides)
         pointers = [ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_double)) for x in (k, v)]
-        shape = library._Shape(*vars(run.shapes[layer]).values())
+        shape = library._Shape(*vars(next(shape for shape in run.shapes if shape.layer == layer)).values())
         library.require(c.crumb_calibration_metric(handle, ctypes.byref(shape), fold, rows[fold], *pointers))

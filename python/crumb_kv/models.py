@@ -16,6 +16,7 @@ GGUF = {
     "mixtral": ("llama", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
+    "gemma3_text": ("gemma3", False),
 }
 
 NO_CRUMB = "Leave past_key_values out to use transformers' own cache"
@@ -25,8 +26,9 @@ def refuse(model, why, remedy=NO_CRUMB):
     raise ValueError(f"crumb_kv cannot serve {type(model).__name__}: {why}. {remedy}.")
 
 
-def shapes_of(model):
-    """The Shape of every layer. Raises ValueError for models whose cache crumb cannot be."""
+def shapes_of(model, leave_windows=False):
+    """The Shape of every layer that is coded. leave_windows: layers with a sliding window are not, and stay as they are; else
+    models that have some are refused. Raises ValueError for models whose cache crumb cannot be."""
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         refuse(model, "it is an encoder-decoder model")
@@ -38,7 +40,9 @@ def shapes_of(model):
         refuse(model, "its KV is latent (MLA), which has no page format")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse(model, f"{config.num_kv_shared_layers} of its layers read the KV of others")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    kinds = getattr(config, "layer_types", None) or config.num_hidden_layers * ["full_attention"]
+    coded = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    kinds = set(kinds) - {"full_attention"} - ({"sliding_attention"} if leave_windows and coded else set())
     if kinds:
         refuse(model, f"it has layers of kind {', '.join(sorted(kinds))}, and only full attention is coded here",
                "The crumb program serves it: crumb chat -m MODEL.gguf")
@@ -54,7 +58,7 @@ def shapes_of(model):
     n_head_kv = getattr(config, "num_key_value_heads", None) or n_head
     dim = getattr(config, "head_dim", None) or config.hidden_size // n_head
     softcap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
-    return [Shape(i, n_head, n_head_kv, dim, dim, float(attention[i].scaling), softcap) for i in sorted(attention)]
+    return [Shape(i, n_head, n_head_kv, dim, dim, float(attention[i].scaling), softcap) for i in coded]
 
 
 def has_key_bias(model):
@@ -92,16 +96,16 @@ def weights_of(files, tied):
                     yield "lm_head.weight", f.get_tensor(name)
 
 
-def _sizes(shapes):
+def _sizes(config, shapes):
     s = shapes[0]
-    return {"n_layer": len(shapes), "n_head": s.n_head, "n_head_kv": s.n_head_kv, "dim_k": s.dim_k, "dim_v": s.dim_v}
+    return {"n_layer": config.num_hidden_layers, "n_head": s.n_head, "n_head_kv": s.n_head_kv, "dim_k": s.dim_k, "dim_v": s.dim_v}
 
 
 def identity(model, shapes):
     """What an artefact of calibrate() says of its model."""
     config = model.config.get_text_config(decoder=True)
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    return {"name": name, "architecture": _made_here(config), "hash": weights_hash(model.state_dict().items()), **_sizes(shapes)}
+    return {"name": name, "architecture": _made_here(config), "hash": weights_hash(model.state_dict().items()), **_sizes(config, shapes)}
 
 
 def artefact_made_for(file):
@@ -115,11 +119,11 @@ def why_not_this_artefact(file, config, shapes, weights):
     of a model of its kind. config: of the text model. weights: what gives its (name, tensor) pairs, or None: not compared."""
     made_for, kind = artefact_made_for(file), config.model_type
     if made_for["model.architecture"] == _made_here(config):
-        wanted = {"architecture": _made_here(config), **_sizes(shapes)}
+        wanted = {"architecture": _made_here(config), **_sizes(config, shapes)}
         if weights is not None:
             wanted["hash"] = weights_hash(weights())
     elif kind in GGUF:
-        wanted = {"architecture": GGUF[kind][0], **_sizes(shapes)}
+        wanted = {"architecture": GGUF[kind][0], **_sizes(config, shapes)}
     else:
         return (f"how GGUF lays out the heads of a '{kind}' model is not known here, so the artefact {file} cannot be used",
                 "Make one with crumb_kv.calibrate(model, ...)")

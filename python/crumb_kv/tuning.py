@@ -9,24 +9,25 @@ is a basis like any other: encode, its inverse, and steps.
 import ctypes
 import math
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from . import calibration, library, models
 from .blocks import PAGE, Rules
-from .cache import mask
 from .layer import make_layers
 from .library import c
 
 STARTS = (0.6, 0.75, 0.9, 1.05, 1.25, 1.5)  # of the search for a token's gain (src/recipe/lanes/gain.cpp)
 TINY = 1e-20
 LEAST_STEP = 2.0**-24  # that an artefact may have
+ROWS = 512  # of logits that are there together
+KEEP_EVERY = 25  # windows, between two artefacts that are kept of what is not finished
 
 
 class Side:
@@ -40,6 +41,7 @@ class Side:
         spectrum = tensor("spectrum")
         self.sigma = (spectrum / spectrum.mean(1, keepdim=True).clamp(min=TINY)).sqrt().clamp(min=2.0**-24)
         self.coded, self.levels = (self.digits > 0).float(), 4.0**self.digits
+        self.starts = torch.tensor(STARTS, device=device).view(-1, 1, 1, 1)
         self.step = torch.where(self.digits > 0, self.steps.gather(1, self._digit())[:, 0], 1.0)
         # What one unit of a parameter does to a row is about one step, whatever the variance of the direction it comes from.
         step = (self.step * self.coded).sum(1, keepdim=True) / self.coded.sum(1, keepdim=True).clamp(min=1)
@@ -52,7 +54,7 @@ class Side:
 
     def tables(self):
         turn = torch.eye(self.encode.shape[1], device=self.encode.device) + self.unit * self.turn
-        return self.encode @ turn, torch.linalg.inv(turn) @ self.decode, self.step * self.stretch.exp()
+        return self.encode @ turn, torch.linalg.inv_ex(turn)[0] @ self.decode, self.step * self.stretch.exp()
 
     def __call__(self, x):
         encode, decode, step = self.tables()
@@ -80,7 +82,7 @@ class Side:
         total = lambda a: a.sum(-1, keepdim=True)
         rms = (total((y / self.sigma * self.coded) ** 2) / total(self.coded)).sqrt().clamp(min=TINY)
         at, weight = y / step, step**2 * self.coded
-        code = self._code(at / (torch.tensor(STARTS, device=y.device).view(-1, 1, 1, 1) * rms))
+        code = self._code(at / (self.starts * rms))
         gain = (total(weight * code * at) / total(weight * code**2).clamp(min=1e-30)).clamp(2.0**-8, 2.0 ** (127 / 16))
         gain = torch.exp2((torch.log2(gain) * 16).round() / 16)
         error = total(weight * (at - self._code(at / gain) * gain) ** 2)
@@ -98,20 +100,24 @@ class Side:
 
 
 class _Run:
-    """Attention of the model: exact, or with far rows through codes."""
+    """Attention of the model: exact, or with far rows through codes in the layers that have a shape."""
 
-    def __init__(self, sides, shapes, order, rules):
-        self.sides, self.shapes, self.rules, self.coded = sides, shapes, rules, False
-        self.order = order
-        self.back = None if order is None else torch.argsort(order)
+    def __init__(self, sides, shapes, order, rules, n, device):
+        self.sides, self.shapes, self.coded = sides, shapes, False
+        self.order = None if order is None else order.to(device)
+        self.back = None if order is None else torch.argsort(self.order)
+        self.far = _read_through_codes(n, rules, device)
 
     def attention(self, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
         stored = lambda x: x + (x.bfloat16() - x).detach()  # what the cache holds
-        shape, rows = self.shapes[module.layer_idx], (query[0].float(), stored(key[0].float()), stored(value[0].float()))
-        if self.coded:
-            out = checkpoint(self._coded_attention, *rows, shape, use_reentrant=False)
+        shape = calibration.coded_shape(self.shapes, module, attention_mask)
+        q, k, v = query[0].float(), stored(key[0].float()), stored(value[0].float())
+        if shape is None:
+            out = calibration._exact_attention(q, k, v, attention_mask, scaling, softcap)
+        elif self.coded:
+            out = self._coded_attention(q, k, v, shape)
         else:
-            out = calibration._causal_attention(*rows, shape)
+            out = calibration._causal_attention(q, k, v, shape)
         return out.transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
     def _coded_attention(self, q, k, v, shape):
@@ -120,9 +126,8 @@ class _Run:
         if self.order is None:
             coded_k = through(k_side, k)
         else:
-            coded_k = through(k_side, k[..., self.order.to(k.device)])[..., self.back.to(k.device)]
-        far = _read_through_codes(k.shape[1], self.rules, k.device)
-        return calibration._noisy_attention(q, k, v, coded_k - k, through(v_side, v) - v, far, shape)
+            coded_k = through(k_side, k[..., self.order])[..., self.back]
+        return calibration._noisy_attention(q, k, v, coded_k - k, through(v_side, v) - v, self.far, shape)
 
 
 def _read_through_codes(n, rules, device):
@@ -160,14 +165,51 @@ def divergence(exact, ours):
     return (exact.exp() * (exact - ours)).sum(-1).mean()
 
 
-def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500_000, window=4096, rate=0.003, report=None):
+class _Head:
+    """Logits of some of the last hidden states: those of a whole window and a large vocabulary are gigabytes."""
+
+    def __init__(self, model, ids):
+        config = model.config.get_text_config(decoder=True)
+        self.output = model.get_output_embeddings()
+        self.factor = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        with torch.no_grad():
+            wanted = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            found = self(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1:])[0]
+        if not wanted.isfinite().all():
+            raise ValueError(f"crumb_kv: logit {int((~wanted.isfinite()).nonzero()[0])} of {type(model).__name__} is {wanted.min():g}, and "
+                             "the divergence from a model that rules tokens out has no gradient. Take out what masks its logits, "
+                             "and load it with dtype=torch.float32")
+        if not torch.allclose(found, wanted, rtol=0.01, atol=0.01 * wanted.abs().max().item()):
+            models.refuse(model, "its logits are not the product of its last hidden states and its output matrix",
+                          "calibrate() serves it")
+
+    def __call__(self, hidden):
+        logits = self.output(hidden).float() * self.factor
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def _learn(head, exact, ours):
+    """The divergence of hidden states [n, width]; its gradient goes back through `ours`, at last."""
+    rows, cost = ours.detach().requires_grad_(), 0.0
+    for some, others in zip(exact.split(ROWS), rows.split(ROWS)):
+        part = divergence(head(some), head(others)) * (len(some) / len(exact))
+        part.backward()
+        cost += part.detach()
+    ours.backward(rows.grad)
+    return cost.item()
+
+
+def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500_000, window=4096, rate=0.003, minutes=None, report=None):
     """Trains the bases of `artefact` on texts (strings), for `recipe`, and writes the artefact `file`, which the crumb program and
     CrumbCache take like the other. The artefact may be one of calibrate() or one of crumb calibrate for a GGUF of this model.
+    Layers with a sliding window stay as they are.
 
-    tokens: of all texts together, a window of `window` a step, read without codes, and with them, and gone back through. rate: of learning; it falls to 0
-    at the end. report(step, steps, divergence) is called after each step, nats a token. Wants a GPU for models of any size.
-    Returns the divergences. Raises ValueError that says what is wrong and what to do."""
-    shapes, rules = models.shapes_of(model), Rules()
+    tokens: of all texts together, a window of `window` a step, read without codes, and with them, and gone back through. minutes: at
+    most, to the end of a step. rate: of learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step,
+    nats a token. Wants a GPU for models of any size. Every 25 steps the artefact so far goes to FILE.unfinished: if training is cut off, it
+    may be used, or be the `artefact` of another call. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
+    shapes, rules = models.shapes_of(model, leave_windows=True), Rules()
     models.check_artefact(model, artefact, shapes)
     if not recipe.startswith("planes"):
         raise ValueError(f"'{recipe}' has no bases that could be trained: type recipe='planes', or a rate like 'planes:1.5'")
@@ -178,42 +220,51 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
                          "of these texts have none: give longer texts")
     _require_output(file)
     device = model.get_input_embeddings().weight.device
-    sides = _sides(str(artefact), recipe, shapes, device)
-    run = _Run(sides, shapes, models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k), rules)
+    head, sides = _Head(model, windows[0][:, :PAGE].to(device)), _sides(str(artefact), recipe, shapes, device)
+    order = models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k)
+    run = _Run(sides, shapes, order, rules, window, device)
     parameters = [p for of_layer in sides.values() for side in of_layer for p in (side.turn, side.stretch)]
     optimiser = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda i: min(1, (i + 1) / 10) * (0.51 + 0.49 * math.cos(math.pi * i / len(windows))))
     implementation, required = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
-    costs = []
+    costs, unfinished, begun = [], f"{file}.unfinished", time.monotonic()
+
+    def write(to):
+        how = f"bases trained for {recipe} on {len(costs)} windows of {window} tokens"
+        _write(artefact, sides, how, torch.cat(windows[: len(costs)]), to)
+
     try:
         model.requires_grad_(False)
         AttentionInterface.register("crumb-tune", run.attention)
-        AttentionMaskInterface.register("crumb-tune", mask)
+        AttentionMaskInterface.register("crumb-tune", calibration._mask)
         model.set_attn_implementation("crumb-tune")
         for step, ids in enumerate(windows):
-            logits = lambda: model(input_ids=ids.to(device), use_cache=False).logits[0, first:]
+            done = max(step / len(windows), (time.monotonic() - begun) / (60 * minutes) if minutes else 0)
+            if done >= 1:
+                break
+            optimiser.param_groups[0]["lr"] = rate * min(1, (step + 1) / 10) * (0.51 + 0.49 * math.cos(math.pi * done))
+            hidden = lambda: model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state[0, first:]
             with torch.no_grad():
                 run.coded = False
-                exact = logits()
+                exact = hidden()
             with torch.enable_grad():
                 run.coded = True
-                cost = divergence(exact, logits())
-                cost.backward()
+                cost = _learn(head, exact, hidden())
             if not all(p.grad.isfinite().all() for p in parameters):
                 raise ValueError("crumb_kv: a gradient is not finite. Load the model with dtype=torch.float32")
             optimiser.step()
             optimiser.zero_grad()
-            schedule.step()
-            costs.append(cost.item())
+            costs.append(cost)
             if report:
-                report(step + 1, len(windows), costs[-1])
+                report(step + 1, len(windows), cost)
+            if len(costs) % KEEP_EVERY == 0:
+                write(unfinished)
     finally:
         run.sides = {}  # transformers keeps `run`
         model.set_attn_implementation(implementation)
         for parameter in required:
             parameter.requires_grad_(True)
-    _write(artefact, sides, f"bases trained for {recipe} on {len(windows)} windows of {window} tokens", torch.cat(windows), file)
+    write(file)
+    Path(unfinished).unlink(missing_ok=True)
     return costs
 
 
