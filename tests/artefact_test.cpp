@@ -166,6 +166,21 @@ TEST(Artefact, IsAdoptedByAnotherQuantisationAlone) {
     EXPECT_TRUE(contains(error_of([&] { a.adopted_by(other); }), "a model of another shape"));
 }
 
+TEST(Artefact, OfTransformersIsAdoptedByAGgufOfTheSameArchitecture) {
+    Artefact a = example();
+    const ModelIdentity gguf = a.provenance.model;
+    a.provenance.model.architecture = "transformers/llama";
+    a.provenance.model.hash = "of safetensors";
+    EXPECT_TRUE(contains(error_of([&] { a.require(gguf); }), "crumb rotations adopt -m MODEL"));
+    const Artefact b = a.adopted_by(gguf);
+    b.require(gguf);
+    EXPECT_EQ(b.provenance.model, gguf);
+    for (const char* other : {"transformers/granite", "only in transformers/llama", "transformers/"}) {
+        a.provenance.model.architecture = other;
+        EXPECT_TRUE(contains(error_of([&] { a.adopted_by(gguf); }), "a model of another shape"));
+    }
+}
+
 TEST(Artefact, NamesALayerThatItLacks) {
     const Artefact a = example();
     EXPECT_EQ(&a.layer(2), &a.layers.at(2));

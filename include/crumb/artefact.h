@@ -92,8 +92,8 @@ class Artefact {
     // Throws Error, which says what differs, unless `model` is the one this was made for.
     void require(const ModelIdentity& model) const;
 
-    // The same for another file of the same model, in another quantisation: what was measured there is what this one stores too,
-    // up to the rounding of its weights. provenance.method then says whose weights it was measured with. Throws Error if anything
+    // The same for another file of the same model, in another quantisation, or as GGUF where it was measured by crumb_kv: what was
+    // measured there is what this one stores too, up to the rounding of its weights. provenance.method then says whose weights it was measured with. Throws Error if anything
     // but name and weights differs; that `model` is no fine-tune, which would want its own, the caller has to know.
     Artefact adopted_by(const ModelIdentity& model) const;
 

@@ -126,17 +126,24 @@ def _squares(gradients, clip):
     return cut.transpose(1, 2) @ cut * factor.clamp(min=1)[:, None, None]
 
 
+def _drawn(p, generator):
+    """A label for each row of probabilities; the generator is the CPU's, so that labels do not depend on the device."""
+    drawn = torch.rand(len(p), 1, generator=generator).to(p.device) * (1 - 2**-20)
+    sums = p.cumsum(-1)
+    return torch.searchsorted(sums, drawn * sums[:, -1:], right=True)[:, 0]
+
+
 def _gradients(model, run, tokens, generator):
     """Of minus the log-probability of labels that the model itself draws, summed over the positions that have far tokens."""
     first = run.rules.sink + run.rules.recent
     with torch.enable_grad():
         logits = model(input_ids=tokens, use_cache=False).logits[0, first:].float()
-        labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
+        labels = _drawn(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     rows = slice(run.rules.sink, tokens.shape[1] - run.rules.recent)
     for layer, (k, v) in run.noise.items():
         order = slice(None) if run.order is None else run.order.to(k.device)
-        k, v = k.grad[:, rows][..., order].cpu(), v.grad[:, rows].cpu()
+        k, v = k.grad[:, rows][..., order], v.grad[:, rows]
         if not (k.isfinite().all() and v.isfinite().all()):
             raise ValueError(f"crumb_kv: the gradient of layer {layer} is not finite. Load the model with dtype=torch.float32, or "
                              "type metric='none'")
@@ -222,7 +229,7 @@ def _add_metric(model, run, handle, windows, device, generator):
                 before = sums.setdefault((fold, layer), [0, 0])
                 sums[fold, layer] = [before[0] + _squares(k, CLIP), before[1] + _squares(v, CLIP)]
     for (fold, layer), sides in sums.items():
-        k, v = ((side / rows[fold]).contiguous() for side in sides)
+        k, v = ((side / rows[fold]).cpu().contiguous() for side in sides)
         pointers = [ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_double)) for x in (k, v)]
         shape = library._Shape(*vars(next(shape for shape in run.shapes if shape.layer == layer)).values())
         library.require(c.crumb_calibration_metric(handle, ctypes.byref(shape), fold, rows[fold], *pointers))

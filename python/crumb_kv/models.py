@@ -73,8 +73,10 @@ def channel_order(config, dim):
 
 
 def _made_here(config):
-    """What an artefact of calibrate() calls the architecture: heads lie as channel_order() says."""
-    return "transformers/" + config.model_type
+    """What an artefact of calibrate() calls the architecture: as GGUF does, so that the crumb program can adopt it, where heads lie
+    as they do there (channel_order())."""
+    known = GGUF.get(config.model_type)
+    return f"transformers/{known[0]}" if known else f"only in transformers/{config.model_type}"
 
 
 def weights_hash(weights):

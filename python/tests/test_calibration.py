@@ -108,6 +108,12 @@ def test_the_metric_predicts_what_noise_costs(model, monkeypatch):
     model.requires_grad_(True)
 
 
+def test_labels_are_drawn_as_often_as_they_are_likely():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0]).repeat(20000, 1)
+    counts = torch.bincount(calibration._drawn(p, torch.Generator().manual_seed(0)), minlength=6)
+    assert len(counts) == 6 and torch.allclose(counts / 20000, p[0], atol=0.02) and not counts[p[0] == 0].any()
+
+
 def test_long_gradients_say_how_much_and_not_which_way():
     g = torch.randn(2, 50, 8)
     g[0, 7] *= 100

@@ -114,6 +114,8 @@ def test_calibration_is_that_of_the_program(option, gguf, model, artefact, tmp_p
                 near(ours, theirs, f"layers.{layer}.{side}_planes.spectrum")
                 same += 1
     assert same > 45
+    subprocess.run([option("--crumb"), "rotations", "adopt", "-m", gguf, "--artifact", files[1], "-o", tmp_path / "adopted"], check=True)
+    assert header(tmp_path / "adopted")["model.hash"] == header(artefact)["model.hash"]
 
 
 def header(file):

@@ -118,6 +118,9 @@ void check_planes(const PlanesSide& side, const std::string& name, int layer, co
     check_positive(side.page_step, name, layer, prefix + ".page_step");
 }
 
+// What crumb_kv.calibrate() puts before the name of an architecture whose heads it lays out as GGUF does.
+const std::string kOfTransformers = "transformers/";
+
 }  // namespace
 
 std::span<const float> Matrices::head(int h) const {
@@ -170,6 +173,11 @@ void Artefact::require(const ModelIdentity& model) const {
     if (!made_for.hash.empty() && made_for.hash == model.hash) {
         return;
     }
+    if (made_for.architecture == kOfTransformers + model.architecture) {
+        fail("the artefact was made with PyTorch and names its model by other weights than a GGUF has. If it is of this model: crumb rotations "
+             "adopt -m MODEL --artifact FILE -o OUTPUT. Artefact: {}; loaded: {}",
+             describe(made_for), describe(model));
+    }
     fail(
         "the artefact was made for another model. Artefact: {}; loaded: {}. {} Make one for the loaded model: "
         "crumb calibrate -m MODEL -o FILE",
@@ -180,6 +188,7 @@ Artefact Artefact::adopted_by(const ModelIdentity& model) const {
     ModelIdentity same = model;
     same.name = provenance.model.name;
     same.hash = provenance.model.hash;
+    if (provenance.model.architecture == kOfTransformers + model.architecture) same.architecture = provenance.model.architecture;
     if (!(same == provenance.model)) {
         fail("the artefact is for a model of another shape. Artefact: {}; to adopt it: {}. {} Make one for that model: crumb calibrate "
              "-m MODEL -o FILE",
