@@ -100,13 +100,19 @@ Choice choose(const llama_model& model, const KvOptions& options) {
                                                     path.empty() ? "the usual place" : path.string(), command)};
 }
 
-// Whether any layer attends elsewhere than on the CPU.
-bool on_device(const llama_model& model, const llama_cparams& cparams, const std::vector<int>& owner) {
-    for (size_t il = 0; il < owner.size() && cparams.offload_kqv; ++il) {
-        ggml_backend_dev_t device = owner[il] < 0 ? nullptr : model.dev_layer(int(il));
-        if (device && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU) { return true; }
+// Where layers attend.
+struct Places {
+    bool cpu = false, device = false;
+};
+
+Places places(const llama_model& model, const llama_cparams& cparams, const std::vector<int>& owner) {
+    Places found;
+    for (size_t il = 0; il < owner.size(); ++il) {
+        if (owner[il] < 0) { continue; }
+        ggml_backend_dev_t device = cparams.offload_kqv ? model.dev_layer(int(il)) : nullptr;
+        (device && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU ? found.device : found.cpu) = true;
     }
-    return false;
+    return found;
 }
 
 void add_tables(CacheConfig& config, const llama_model& model, const Artefact* artefact) {
@@ -141,8 +147,9 @@ AttentionChoice attention_choice(const std::string& text) {
     fail("--kv-attention takes {} on this machine, not '{}'", names, text);
 }
 
-void refuse_slow(const Recipe& recipe, const KvOptions& options) {
-    if (recipe.slow() && !options.allow_slow) {
+// On a GPU the kernels that there are read such pages in place, and without one a layer is refused there.
+void refuse_slow(const Recipe& recipe, const KvOptions& options, bool on_cpu) {
+    if (recipe.slow() && on_cpu && !options.allow_slow) {
         fail("--kv {} has no fast attention on the CPU: its pages are decoded for every query, and attention over them takes some 14 times as "
              "long in a prompt and 50 times as long for a token. Add --kv-allow-slow to run it all the same, for example to compare it",
              label(recipe));
@@ -182,9 +189,9 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
                            .n_threads = std::max(cparams.n_threads, cparams.n_threads_batch)};
         sizes.total = std::max<int64_t>(cparams.n_ctx, sizes.per_sequence);
         const Choice choice = choose(model, *g.options);
-        refuse_slow(choice.recipe, *g.options);
+        const auto [on_cpu, on_gpu] = places(model, cparams, layers.owner);
+        refuse_slow(choice.recipe, *g.options, on_cpu);
         const auto artefact = find_artefact(model, *g.options, choice.recipe);
-        const bool on_gpu = on_device(model, cparams, layers.owner);
         CacheConfig config = geometry(model, *g.options, choice.recipe, layers.layers, sizes, artefact ? &*artefact : nullptr, on_gpu);
         if (config.memory > 0 && !g.live.empty()) {
             fail("--kv-memory is for one model, and a draft has a KV cache of its own: leave it out, -c and -np size both");
