@@ -139,7 +139,7 @@ enum class Isa : uint8_t {
     avx2,
     avx_vnni,  // AVX2 and AVX-VNNI
     avx512,    // AVX-512 F, BW, VL, DQ and VNNI
-    amx,       // AVX-512 as above and AMX-INT8: the bits of avx512
+    amx,       // AVX-512 as above and BF16, AMX-INT8 and AMX-BF16
     neon,      // Armv8.2 with dot product
 };
 // Slowest first.

@@ -215,9 +215,7 @@ void weigh_exact(const Item& item, const Scratch& scratch, float* partials, int 
     }
 }
 
-// `values` floats or BF16.
-template <class T>
-void add_values(const Item& item, const Scratch& scratch, float* partials, const Seen& seen, const T* values) {
+void add_values(const Item& item, const Scratch& scratch, float* partials, const Seen& seen, const uint16_t* values) {
     const int dim = item.exact.v.dim;
     float* out = partials + item.coded.v.planes;
     const float* weights = scratch.weights;
@@ -226,24 +224,13 @@ void add_values(const Item& item, const Scratch& scratch, float* partials, const
         all_seen = all_seen && ~seen.masks[r] == 0;
     }
     if (all_seen || all_finite(values, kTokens * dim)) {
-        multiply(seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, dim,
-                 out + seen.first * item.partial_stride, item.partial_stride);
+        multiply_page(seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, kAllRows,
+                      out + seen.first * item.partial_stride, item.partial_stride, scratch.page);
         return;
     }
     for (int n = seen.first; n < seen.last; n++) {
-        const uint64_t mask = seen.masks[n / item.n_heads];
-        for (int t = 0; t < kTokens; t++) {
-            if ((mask >> t & 1) != 0) {
-                multiply(1, 1, dim, weights + n * kTokens + t, kTokens, values + t * dim, dim,
-                         out + n * item.partial_stride, item.partial_stride);
-            }
-        }
-    }
-}
-
-void to_numbers(const uint16_t* rows, int n, float* to) {
-    for (int i = 0; i < n; i += kLanes) {
-        store(to + i, load_floats(rows + i));
+        multiply_page(1, kTokens, dim, weights + n * kTokens, kTokens, values, seen.masks[n / item.n_heads],
+                      out + n * item.partial_stride, item.partial_stride, scratch.page);
     }
 }
 
@@ -253,25 +240,13 @@ void visit_exact(const Item& item, const Scratch& scratch, float* partials, int 
     const uint16_t* keys = reinterpret_cast<const uint16_t*>(page + pages.k.codes);
     const uint16_t* values = reinterpret_cast<const uint16_t*>(page + pages.v.codes);
     const int first = seen.first, n = seen.last - seen.first, dim = pages.k.dim;
-    const bool converted = n > kRows;
-    const float* q = scratch.q + first * dim;
     float* logits = scratch.weights + first * kTokens;
     __builtin_memset(logits, 0, n * kTokens * sizeof(float));
-    if (converted) {
-        to_numbers(keys, dim * kTokens, scratch.page);
-        multiply(n, dim, kTokens, q, dim, scratch.page, kTokens, logits, kTokens);
-    } else {
-        multiply(n, dim, kTokens, q, dim, keys, kTokens, logits, kTokens);
-    }
+    multiply_page(n, dim, kTokens, scratch.q + first * dim, dim, keys, kAllRows, logits, kTokens, scratch.page);
     for (int i = first; i < seen.last; i++) {
         weigh_exact(item, scratch, partials, i, block, seen.masks[i / item.n_heads]);
     }
-    if (converted) {
-        to_numbers(values, kTokens * pages.v.dim, scratch.page);
-        add_values(item, scratch, partials, seen, scratch.page);
-    } else {
-        add_values(item, scratch, partials, seen, values);
-    }
+    add_values(item, scratch, partials, seen, values);
 }
 
 // ---- the functions of the table
@@ -389,7 +364,6 @@ class Ahead {
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
     clear_page_sums(item, scratch);
-    const Tiles tiles(item.coded.k.planes > 0 && item.n * item.q_rows >= kUnpackKeysFrom);
     constexpr int kChunk = 64;
     for (int end; first < last; first = end) {
         end = min((first / kChunk + 1) * kChunk, last);
@@ -398,6 +372,8 @@ void range(const Item& item, const Scratch& scratch, int first, int last, float*
             if (!Seen(item, block, true).none()) coded[n_coded++] = block;
             if (!Seen(item, block, false).none()) exact[n_exact++] = block;
         }
+        const bool unpacks = item.n * item.q_rows >= kUnpackKeysFrom;
+        const Tiles tiles(unpacks || n_exact > 0 || item.coded.k.planes == 0);
         Ahead ahead(item, exact, n_exact, n_coded);
         for (int i = 0; i < n_coded; i++) {
             const int block = coded[i];
