@@ -1,5 +1,5 @@
 // Where the time of a page goes, its data in the first caches: cycles a (query head, page of 64 tokens) of the dot
-// products with K, of those with V, of unpacking, and of all. Compiled for this machine: build with -DCRUMB_BENCH=ON and
+// products with K and with V, of unpacking, and of a BF16 page. amx unpacks within the products. Compiled for this machine: build with -DCRUMB_BENCH=ON and
 // type build/bench/attention_parts. Whole layers against ggml's: crumb attn-bench.
 #include <algorithm>
 #include <cstdio>
@@ -13,7 +13,12 @@
 namespace crumb::cpu {
 namespace {
 
-constexpr int kPages = 4, kRounds = 7, kRepeat = 600;
+constexpr int kPages = 4, kRounds = 7, kRepeat = 600, kMostRows = 16;
+#if defined(__AMX_INT8__)
+constexpr bool kLazy = true;
+#else
+constexpr bool kLazy = false;
+#endif
 
 double now() {
     timespec t;
@@ -48,33 +53,45 @@ double cycles(double hertz, int rows, F f) {
     return times[kRounds / 2];
 }
 
-template <int Rows>
-void measure(int planes, double hertz) {
+void measure(int planes, int n, double hertz) {
     std::mt19937 random(1);
-    std::vector<std::byte> pages(size_t(kPages) * 32 * planes + 64), digits(size_t(128) * planes + 64);
+    std::vector<std::byte> pages(size_t(kPages) * 32 * planes + 64), digits(size_t(256) * planes + 64);
     for (std::byte& x : pages) x = std::byte(random());
-    std::vector<int8_t> q(size_t{Rows} * planes);
+    std::vector<int8_t> q(size_t(kMostRows + 15) * planes);
     for (int8_t& x : q) x = int8_t(random() % 255 - 127);
-    alignas(64) static int32_t dots[kDotRows * kTokens];
-    alignas(64) static uint8_t weights[kDotRows * kTokens];
+    alignas(64) static int32_t dots[kMostRows * kTokens];
+    alignas(64) static uint8_t weights[kMostRows * kTokens];
     for (uint8_t& x : weights) x = uint8_t(random() % 128);
-    alignas(64) static float out[kDotRows * 1024], units[kDotRows];
+    alignas(64) static float out[kMostRows * 1024], units[kMostRows], floats[kMostRows * kMaxDim];
+    alignas(64) static uint16_t exact[kTokens * kMaxDim];
+    for (uint16_t& x : exact) x = uint16_t(0x3f80 + random() % 128);
     const auto key = [&](int page) { return Packed{&pages[size_t(page) * 32 * planes], planes, 0}; };
     const auto value = [&](int page) { return Packed{&pages[size_t(page) * 32 * planes + 16 * planes], planes, 0}; };
     std::byte* bytes = digits.data() + (64 - reinterpret_cast<uintptr_t>(digits.data()) % 64);
-    const WeightRows rows{weights, units, out, 1024};
+    const auto keys = unpack_keys(key(0), bytes);
+    const auto values = unpack_values(value(0), bytes);
+    float* memory = reinterpret_cast<float*>(bytes);
+    const WeightRows rows{weights, units, out, size_t(planes) + 208};  // about that of partials
+    Item item;
+    item.n_heads = n;
+    const Tiles tiles(n >= kUnpackKeysFrom);
     const auto touch = [] { asm volatile("" ::: "memory"); };
-    std::printf("| %6d | %4d | %7.0f | %7.0f | %7.0f | %7.0f | %7.0f |\n", planes, Rows,
-                cycles(hertz, Rows, [&](int page) { score<Rows>(key(page), q.data(), planes, dots), touch(); }),
-                cycles(hertz, Rows, [&](int page) { weigh<Rows>(value(page), rows), touch(); }),
-                cycles(hertz, Rows, [&](int) { score<Rows>(Unpacked{bytes, planes}, q.data(), planes, dots), touch(); }),
-                cycles(hertz, Rows, [&](int) { weigh<Rows>(Unpacked{bytes, planes}, rows), touch(); }),
-                cycles(hertz, Rows, [&](int page) { unpack_keys(key(page), bytes), unpack_values(value(page), bytes), touch(); }));
-}
-
-template <int... Rows>
-void measure_all(double hertz, std::integer_sequence<int, Rows...>) {
-    for (const int planes : {64, 128, 256}) (measure<Rows + 1>(planes, hertz), ...);
+    const auto print = [&](int most, int each, auto f) {
+        n <= most ? void(std::printf(" %7.0f |", cycles(hertz, each, f))) : void(std::printf("       - |"));
+    };
+    std::printf("| %6d | %4d |", planes, n);
+    print(kDotRows, n, [&](int page) { score_rows(n, key(page), q.data(), planes, dots), touch(); });
+    print(kDotRows, n, [&](int page) { weigh_rows(n, value(page), rows), touch(); });
+    const int unpacked = kLazy && n < kUnpackKeysFrom ? 0 : decltype(keys)::kRows;
+    print(unpacked, n, [&](int) { score_rows(n, keys, q.data(), planes, dots), touch(); });
+    print(unpacked, n, [&](int) { weigh_rows(n, values, rows), touch(); });
+    print(kLazy ? 0 : kMostRows, n, [&](int page) { unpack_keys(key(page), bytes), unpack_values(value(page), bytes), touch(); });
+    print(kMostRows, n, [&](int) {
+        multiply_page(item, n, planes, kTokens, floats, planes, exact, kAllRows, out, kTokens, memory);
+        multiply_page(item, n, kTokens, planes, floats, kTokens, exact, kAllRows, out, planes, memory);
+        touch();
+    });
+    std::printf("\n");
 }
 
 }  // namespace
@@ -83,7 +100,13 @@ void measure_all(double hertz, std::integer_sequence<int, Rows...>) {
 int main() {
     using namespace crumb::cpu;
     const double hertz = clock_hertz();
-    std::printf("%.2f GHz, %d lanes; cycles a row and page\n\n| planes | rows | K codes | V codes | K bytes | V bytes | unpack |\n"
-                "|---|---|---|---|---|---|---|\n", hertz * 1e-9, kLanes);
-    measure_all(hertz, std::make_integer_sequence<int, kDotRows>());
+    if (kLazy && !crumb::supported(crumb::Isa::amx)) {
+        std::puts("compiled for AMX, which this process may not use");
+        return 1;
+    }
+    std::printf("%.2f GHz, %d lanes; cycles a row and page\n\n| planes | rows | K codes | V codes | K bytes | V bytes | unpack | window |\n"
+                "|---|---|---|---|---|---|---|---|\n", hertz * 1e-9, kLanes);
+    for (const int planes : {64, 128, 256}) {
+        for (const int n : {1, 2, 3, 4, 5, 6, 8, 12, 16}) measure(planes, n, hertz);
+    }
 }

@@ -23,7 +23,8 @@ struct Ragged {
     std::vector<QueryRow> rows;
     std::vector<QueryRow> few;  // so few tiles that they are split into ranges when there are threads
 
-    Ragged() {
+    explicit Ragged(int query_bits = 8) {
+        world.maps.query_bits = query_bits;
         for (const auto& [length, n] : {std::pair{5, 5}, {2300, 37}, {70, 1}, {4200, 3}, {900, 20}}) {
             add_rows(rows, world.add_sequence(length), length, n, 64);
         }
@@ -33,8 +34,12 @@ struct Ragged {
     }
 };
 
-TEST(AttentionOrder, RowsAloneAndInTiles) {
-    const Ragged ragged;
+class AttentionOrder : public testing::TestWithParam<int> {};  // bits of queries: amx reads windows of 15 bits by tiles
+
+INSTANTIATE_TEST_SUITE_P(Bits, AttentionOrder, testing::Values(8, 15));
+
+TEST_P(AttentionOrder, RowsAloneAndInTiles) {
+    const Ragged ragged(GetParam());
     for (const Isa isa : supported_isas()) {
         const World::Result together = ragged.world.run(isa, ragged.rows, 4);
         for (const QueryRow& row : ragged.rows) {
@@ -50,8 +55,8 @@ TEST(AttentionOrder, RowsAloneAndInTiles) {
     }
 }
 
-TEST(AttentionOrder, Threads) {
-    const Ragged ragged;
+TEST_P(AttentionOrder, Threads) {
+    const Ragged ragged(GetParam());
     for (const Isa isa : supported_isas()) {
         for (const std::vector<QueryRow>& rows : {ragged.rows, ragged.few}) {
             const World::Result one = ragged.world.run(isa, rows, 4, 1);
@@ -66,7 +71,7 @@ TEST(AttentionOrder, Threads) {
 }
 
 // Sums of integers have no order, and everything else is the same program.
-TEST(AttentionOrder, TilesOfAmxGiveTheBitsOfAvx512) {
+TEST(AttentionLevels, TilesOfAmxGiveTheBitsOfAvx512) {
     if (!supported(Isa::amx)) GTEST_SKIP() << "this machine has no AMX";
     for (const auto& [planes_k, planes_v] : {std::pair{64, 64}, {96, 160}, {128, 96}, {256, 128}, {160, 32}}) {
         for (const int group : {1, 3, 5, 8, 12}) {
@@ -90,8 +95,8 @@ TEST(AttentionOrder, TilesOfAmxGiveTheBitsOfAvx512) {
 }
 
 // As an engine does it: one work for all layers of two kinds, prepared once for more threads than come.
-TEST(AttentionOrder, OneWorkForManyLayers) {
-    const Ragged ragged;
+TEST_P(AttentionOrder, OneWorkForManyLayers) {
+    const Ragged ragged(GetParam());
     World windowed({4, 1, 96, 96}, bf16_format(96, 96));
     std::vector<QueryRow> rows;
     add_rows(rows, windowed.add_sequence(600), 600, 5, 1 << 20, 100);

@@ -221,8 +221,13 @@ TEST(Attention, RowsWithoutTokensAreZero) {
     expect_right(world, rows, 4, "rows without tokens");
 }
 
-TEST(Attention, QueriesThatAreNotFinite) {
-    World world({4, 2, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));
+// Few heads of a group, and as many as amx reads by tiles.
+class AttentionOfNonsense : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Heads, AttentionOfNonsense, testing::Values(4, 12));
+
+TEST_P(AttentionOfNonsense, QueriesThatAreNotFinite) {
+    World world({GetParam(), 2, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));
     std::vector<QueryRow> rows;
     add_rows(rows, world.add_sequence(700), 700, 9, 64);
     world.make_queries(int(rows.size()));
@@ -258,9 +263,9 @@ TEST(Attention, InfiniteQueriesHaveNoAnswerWhateverTheSigns) {
     }
 }
 
-TEST(Attention, TokensThatARowDoesNotSeeCannotHurtIt) {
+TEST_P(AttentionOfNonsense, TokensThatARowDoesNotSeeCannotHurtIt) {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
-    World world({4, 2, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));
+    World world({GetParam(), 2, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));
     const uint32_t sequence = world.add_sequence(700);
     std::vector<QueryRow> rows;
     add_rows(rows, sequence, 690, 12, 64);  // positions 678 .. 689

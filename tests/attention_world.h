@@ -214,6 +214,7 @@ class World {
     //                    differ from token to token, so they reach the output by the root of the sum of squared weights
     //   weights          half a 127th of a page's largest a token, times the largest centred value of a code
     //   BF16 map of the values
+    //   exact tokens     queries and weights as two BF16 parts, 2^-17 (amx; the other levels have all 24 bits)
     // With grouped_kernels, for formats whose parameters belong to groups:
     //   logits of codes  FP16 query and its products with scales, 2^-11 of |q| |k|, and 2^-18 of the query and the token's gain where scales
     //                    are small
@@ -459,9 +460,11 @@ class World {
         const bool coded_layer = planar || (layer.format.coded() && grouped_kernels);  // the decoded path is all floats
         const double unit = planar ? query_unit(x, t.k) * layer.scale : 0;
         const double slope = layer.alibi_max_bias > 0 ? alibi_slope(layer.alibi_max_bias, layer.n_head, head) : 0.0;
-        const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0);  // standard deviations
+        const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0),
+                     pair_error = 0x1p-17 / std::sqrt(3.0);  // standard deviations
 
         std::vector<double> logits, errors, steps;
+        std::vector<bool> is_exact;
         double value = 0, key = 0, scale_v = 0;
         for (int j = row.begin; j < row.end; j++) {
             const bool coded = is_coded(row, sink, j);
@@ -480,7 +483,9 @@ class World {
             const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * (planar ? unit : 0x1p-18 * length) * size.scale_k;
             errors.push_back(bf16_products ? 2 * bf16_error * std::sqrt(squares)
                              : codes       ? std::hypot(digits, (planar ? 1.0 : 0.25) * bf16_error * length * size.key)
-                                           : 0);
+                             : coded       ? 0
+                                           : pair_error * std::sqrt(squares));
+            is_exact.push_back(!coded);
             steps.push_back(codes && !bf16_products ? size.scale_v * size.unit_v : 0);
             value = std::max(value, size.value), key = std::max(key, size.key);
             scale_v = std::max(scale_v, size.scale_v);
@@ -496,6 +501,7 @@ class World {
             const double p = std::exp(logits[i] - top) / sum;
             logit_error += std::pow(p * errors[i], 2);
             if (bf16_products) weight_error += 2 * std::pow(p * value * bf16_error, 2);
+            if (is_exact[i]) weight_error += std::pow(p * value * pair_error, 2);
             if (const double scale = scale_of(row, kv_head, i); steps[i] > 0) {
                 most = std::max(most, p * scale);
                 step = std::max(step, steps[i] / scale);

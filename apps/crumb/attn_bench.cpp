@@ -41,12 +41,19 @@ Shape parse_shape(const std::string& text) {
     return s;
 }
 
+std::optional<Isa> find_isa(const std::string& text) {
+    for (const Isa isa : kIsas) {
+        if (supported(isa) && text == name(isa)) { return isa; }
+    }
+    return std::nullopt;
+}
+
 Isa parse_isa(const std::string& text) {
     if (text.empty()) { return best_isa(); }
+    if (const auto isa = find_isa(text)) { return *isa; }
     std::string names;
     for (const Isa isa : kIsas) {
         if (!supported(isa)) { continue; }
-        if (text == name(isa)) { return isa; }
         names.append(names.empty() ? "" : ", ").append(name(isa));
     }
     fail("this CPU has no instruction set '{}': it has {}", text, names);
@@ -73,6 +80,10 @@ Cell measure(const Options& o, const Rows& rows, int context, Isa isa) {
     std::vector<std::unique_ptr<Candidate>> candidates;
     candidates.push_back(std::make_unique<Ours>(task, o.recipe, isa));
     for (const std::string& opponent : o.opponents) {
+        if (const auto other = find_isa(opponent)) {
+            candidates.push_back(std::make_unique<Ours>(task, o.recipe, *other));
+            continue;
+        }
         Task larger = task;  // the same number of layers as ours, or enough
         larger.bytes *= 2;
         candidates.push_back(ggml_candidate(larger, opponent));
@@ -181,7 +192,7 @@ int attn_bench(int argc, char** argv) {
     app.add_option("--rows", o.rows, "query tokens after the context; 1: decode")->capture_default_str()->check(CLI::Range(1, 4096));
     app.add_option("--kv", o.recipe, "recipe that needs no artefact")->capture_default_str();
     app.add_option("--isa", o.isa, "instruction set of ours (default: the best of this CPU)");
-    app.add_option("--against", o.opponents, "ggml's, with commas; none: ours alone")->delimiter(',')->capture_default_str();
+    app.add_option("--against", o.opponents, "ggml's, or ours with an instruction set, with commas; none: ours alone")->delimiter(',')->capture_default_str();
     app.add_option("-t,--threads", o.threads, "threads; 1 is timed by its CPU time, more by the wall clock")->capture_default_str()->check(CLI::PositiveNumber);
     app.add_option("-r,--rounds", o.rounds, "rounds; in each all candidates take turns")->capture_default_str()->check(CLI::PositiveNumber);
     app.add_option("--megabytes", o.megabytes, "memory of ours, in layers that are read in turn; ggml's gets twice as much")->capture_default_str();

@@ -22,6 +22,7 @@ constexpr int kGroup = 64;                // planes of a full group of blocks; 3
 constexpr int kBlock = 64;                // bytes
 constexpr int kParts = 16 / kLanes;       // vectors of a block
 constexpr int kGroupBytes = 16 * kBlock;  // of 64 tokens
+constexpr int kGroupDigits = 4 * kGroupBytes;
 
 #if defined(__AVX512F__)
 constexpr int kDotRows = 8;
@@ -61,11 +62,11 @@ inline Words load_part(const std::byte* block, int part) {
     }
 }
 
-// Dot rows with K, and with V, from which on it pays to unpack them once for all rows, and how many then go side by side.
+// Dot rows with K, and with V, from which on it pays to unpack them once for all rows.
 #if defined(__AMX_INT8__)
-constexpr int kUnpackKeysFrom = 8, kUnpackValuesFrom = 8, kUnpackedRows = 16;
+constexpr int kUnpackKeysFrom = 5, kUnpackValuesFrom = 6;
 #else
-constexpr int kUnpackKeysFrom = 12, kUnpackValuesFrom = 12, kUnpackedRows = kDotRows;
+constexpr int kUnpackKeysFrom = 12, kUnpackValuesFrom = 12;
 #endif
 
 // Codes of one side of a page, and how far away the next page is, to be fetched meanwhile.
@@ -78,18 +79,20 @@ struct Packed {
 
     int groups() const { return planes / kGroup; }
     bool tail() const { return planes % kGroup != 0; }
+    int all_groups() const { return groups() + tail(); }
 };
 
-// Unpacked: digits as bytes. K [planes / 4][64 tokens][4 planes] with dwords in the order of query rows, V [16 quads of
-// tokens][planes][4 tokens].
+// Unpacked: digits as bytes, group by group. K [16 dwords][64 tokens][4 planes], dwords in the order of query rows;
+// V [16 quads of tokens][64 planes][4 tokens]. The tail has half as many dwords, and half as many planes.
 struct Unpacked {
-    static constexpr int kRows = kUnpackedRows;
+    static constexpr int kRows = kDotRows;
 
     const std::byte* digits;
     int planes;
 
     int groups() const { return planes / kGroup; }
     bool tail() const { return planes % kGroup != 0; }
+    const std::byte* at(int group) const { return digits + group * kGroupDigits; }
 };
 
 // ---- K: out[row][token] = sum over planes of digit times row
@@ -315,49 +318,55 @@ void weigh(const Packed& values, const WeightRows& rows) {
 }
 
 template <int Rows, int Vectors>
-int weigh_unpacked(const Unpacked& values, const WeightRows& rows, int plane) {
-    for (; plane + Vectors * kLanes <= values.planes; plane += Vectors * kLanes) {
+void weigh_unpacked(const std::byte* digits, int width, const WeightRows& rows, int plane) {
+    for (int first = 0; first < width; first += Vectors * kLanes) {
         Dot sum[Rows][Vectors] = {};
         for (int quad = 0; quad < 16; quad++) {
-            Words digits[Vectors];
+            Words planes[Vectors];
 #pragma GCC unroll 16
             for (int k = 0; k < Vectors; k++) {
-                digits[k] = load<Words>(values.digits + (quad * values.planes + plane + k * kLanes) * 4);
+                planes[k] = load<Words>(digits + (quad * width + first + k * kLanes) * 4);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; r++) {
                 const Words factors = broadcast(rows.bytes + r * kTokens + 4 * quad);
 #pragma GCC unroll 16
                 for (int k = 0; k < Vectors; k++) {
-                    sum[r][k] = dot(sum[r][k], digits[k], factors);
+                    sum[r][k] = dot(sum[r][k], planes[k], factors);
                 }
             }
         }
-        add_planes(sum, rows, plane, kLanes, 0, false);
+        add_planes(sum, rows, plane + first, kLanes, 0, false);
     }
-    return plane;
 }
 
 template <int Rows>
 void weigh(const Unpacked& values, const WeightRows& rows) {
-    const int plane = weigh_unpacked<Rows, unpacked_vectors(Rows)>(values, rows, 0);
-    weigh_unpacked<Rows, 2>(values, rows, plane);
+    const int groups = values.groups();
+    for (int group = 0; group < groups; group++) {
+        weigh_unpacked<Rows, unpacked_vectors(Rows)>(values.at(group), kGroup, rows, group * kGroup);
+    }
+    if (values.tail()) {
+        weigh_unpacked<Rows, 2>(values.at(groups), kGroup / 2, rows, groups * kGroup);
+    }
 }
 
-// ---- unpacking, for tiles of many rows
+// ---- unpacking, for many rows
 
-Unpacked unpack_keys(const Packed& keys, std::byte* to) {
-    const int groups = keys.groups(), blocks = keys.planes / 16;
+// Planes of a group, or of the tail, which comes after all groups.
+void unpack_key_group(const Packed& keys, int group, std::byte* to) {
+    const int groups = keys.groups();
+    const bool full = group < groups;
+    const int pair = full ? 4 : 2;  // blocks of 16 tokens
+    const std::byte* codes = keys.codes + (full ? group * 8 * kBlock : groups * kGroupBytes);
+    const ptrdiff_t half = (full ? groups : 1) * 2 * pair * kBlock;
     for (int token_group = 0; token_group < 4; token_group++) {
-        for (int b = 0; b < blocks; b++) {
-            const bool full = b < 4 * groups;
-            const int block = full ? ((token_group / 2 * groups + b / 4) * 2 + token_group % 2) * 4 + b % 4
-                                   : 16 * groups + token_group * 2 + b % 4;
-            const std::byte* at = keys.codes + block * kBlock;
+        const std::byte* at = codes + token_group / 2 * half + token_group % 2 * pair * kBlock;
+        for (int q = 0; q < pair; q++, at += kBlock) {
             __builtin_prefetch(at + keys.next);
             for (int part = 0; part < kParts; part++) {
-                const Words bytes = full && (b & 2) ? load_part<true>(at, part) : load_part<false>(at, part);
-                std::byte* out = to + (b * 4 * kTokens + token_group * 16 + part * kLanes) * 4;
+                const Words bytes = q & 2 ? load_part<true>(at, part) : load_part<false>(at, part);
+                std::byte* out = to + (q * 4 * kTokens + token_group * 16 + part * kLanes) * 4;
 #pragma GCC unroll 4
                 for (int f = 0; f < 4; f++) {
                     store(out + f * kTokens * 4, field(bytes, f));
@@ -365,40 +374,50 @@ Unpacked unpack_keys(const Packed& keys, std::byte* to) {
             }
         }
     }
-    return {to, keys.planes};
 }
 
-Unpacked unpack_values(const Packed& values, std::byte* to) {
+void unpack_value_group(const Packed& values, int group, std::byte* to) {
     const int groups = values.groups();
-    const size_t row = size_t(values.planes) * 4;  // bytes of a quad of tokens
-    for (int u = 0; u < 16; u++) {
-        for (int group = 0; group < groups; group++) {
+    if (group < groups) {
+        for (int u = 0; u < 16; u++) {
             const std::byte* at = values.codes + ((u / 4 * groups + group) * 4 + u % 4) * kBlock;
             __builtin_prefetch(at + values.next);
             for (int part = 0; part < kParts; part++) {
                 const Words bytes = u & 2 ? load_part<true>(at, part) : load_part<false>(at, part);
-                std::byte* out = to + u * row + (group * kGroup + part * kLanes) * 4;
+                std::byte* out = to + (u * kGroup + part * kLanes) * 4;
 #pragma GCC unroll 4
                 for (int f = 0; f < 4; f++) {
                     store(out + f * 16 * 4, field(bytes, f));
                 }
             }
         }
+        return;
     }
-    for (int u = 0; values.tail() && u < 8; u++) {
+    for (int u = 0; u < 8; u++) {
         const std::byte* at = values.codes + groups * kGroupBytes + u * kBlock;
         __builtin_prefetch(at + values.next);
         for (int part = 0; part < kParts; part++) {
             const Words bytes = u & 2 ? load_part<true>(at, part) : load_part<false>(at, part);
 #pragma GCC unroll 4
             for (int f = 0; f < 4; f++) {
-                const int quad = 2 * u + f / 2, plane = groups * kGroup + f % 2 * 16 + part * kLanes;
-                store(to + quad * row + plane * 4, field(bytes, f));
+                const int quad = 2 * u + f / 2, plane = f % 2 * 16 + part * kLanes;
+                store(to + (quad * (kGroup / 2) + plane) * 4, field(bytes, f));
             }
         }
     }
+}
+
+#if !defined(__AMX_INT8__)
+Unpacked unpack_keys(const Packed& keys, std::byte* to) {
+    for (int group = 0; group < keys.all_groups(); group++) unpack_key_group(keys, group, to + group * kGroupDigits);
+    return {to, keys.planes};
+}
+
+Unpacked unpack_values(const Packed& values, std::byte* to) {
+    for (int group = 0; group < values.all_groups(); group++) unpack_value_group(values, group, to + group * kGroupDigits);
     return {to, values.planes};
 }
+#endif
 
 // ---- any number of rows up to kDotRows
 

@@ -51,13 +51,13 @@ inline constexpr int kPartialScalars = 16 * kPartialVectors;
 struct Scratch {
     float* q = nullptr;           // [n][dim_k], times the scale and log2(e): logits are powers of two
     float* q_codes = nullptr;     // [n][planes_k]
-    int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h
+    int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h; amx reads 15 rows more, whatever they are
     float* q_unit = nullptr;      // [n], what one unit of q_bytes is
     float* q_offset = nullptr;    // [n], 1.5 sum of q_bytes
     float* q_mean = nullptr;      // [n], q . mean of the keys
     float* q_ones = nullptr;      // [n], q . ones of the keys
     float* weights = nullptr;     // [n][64] of a BF16 page, logits first
-    float* page = nullptr;        // a BF16 page's keys [dim][64], then its values [64][dim]; or unpacked digits of K, V
+    float* page = nullptr;        // a BF16 page's keys [dim][64], then its values [64][dim], as numbers or pairs; or digits of K, V
     float* page_sums = nullptr;   // [n][kMeanBlocks], weights of whole pages, until their means are added
     float* page_means = nullptr;  // [kMeanBlocks][dim_v]
     float* total = nullptr;       // partials [n]

@@ -15,8 +15,8 @@
 // order, and register blocking only chooses which rows go side by side.
 #include <crumb/error.h>
 
+#include "attention/cpu/pairs.h"
 #include "attention/cpu/softmax.h"
-#include "attention/cpu/tiles.h"
 
 namespace crumb::cpu {
 namespace {
@@ -177,7 +177,7 @@ void visit_coded(const Item& item, const Scratch& scratch, float* partials, int 
         return;
     }
     std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
-    const Unpacked unpacked = unpack_keys(keys, digits);
+    const auto unpacked = unpack_keys(keys, digits);
     if (rows < kUnpackValuesFrom) {
         visit(unpacked, values);
     } else {
@@ -224,12 +224,12 @@ void add_values(const Item& item, const Scratch& scratch, float* partials, const
         all_seen = all_seen && ~seen.masks[r] == 0;
     }
     if (all_seen || all_finite(values, kTokens * dim)) {
-        multiply_page(seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, kAllRows,
+        multiply_page(item, seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, kAllRows,
                       out + seen.first * item.partial_stride, item.partial_stride, scratch.page);
         return;
     }
     for (int n = seen.first; n < seen.last; n++) {
-        multiply_page(1, kTokens, dim, weights + n * kTokens, kTokens, values, seen.masks[n / item.n_heads],
+        multiply_page(item, 1, kTokens, dim, weights + n * kTokens, kTokens, values, seen.masks[n / item.n_heads],
                       out + n * item.partial_stride, item.partial_stride, scratch.page);
     }
 }
@@ -242,7 +242,7 @@ void visit_exact(const Item& item, const Scratch& scratch, float* partials, int 
     const int first = seen.first, n = seen.last - seen.first, dim = pages.k.dim;
     float* logits = scratch.weights + first * kTokens;
     __builtin_memset(logits, 0, n * kTokens * sizeof(float));
-    multiply_page(n, dim, kTokens, scratch.q + first * dim, dim, keys, kAllRows, logits, kTokens, scratch.page);
+    multiply_page(item, n, dim, kTokens, scratch.q + first * dim, dim, keys, kAllRows, logits, kTokens, scratch.page);
     for (int i = first; i < seen.last; i++) {
         weigh_exact(item, scratch, partials, i, block, seen.masks[i / item.n_heads]);
     }
@@ -364,6 +364,7 @@ class Ahead {
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
     clear_page_sums(item, scratch);
+    const Tiles tiles(item.n * item.q_rows >= kUnpackKeysFrom);
     constexpr int kChunk = 64;
     for (int end; first < last; first = end) {
         end = min((first / kChunk + 1) * kChunk, last);
@@ -372,8 +373,6 @@ void range(const Item& item, const Scratch& scratch, int first, int last, float*
             if (!Seen(item, block, true).none()) coded[n_coded++] = block;
             if (!Seen(item, block, false).none()) exact[n_exact++] = block;
         }
-        const bool unpacks = item.n * item.q_rows >= kUnpackKeysFrom;
-        const Tiles tiles(unpacks || n_exact > 0 || item.coded.k.planes == 0);
         Ahead ahead(item, exact, n_exact, n_coded);
         for (int i = 0; i < n_coded; i++) {
             const int block = coded[i];

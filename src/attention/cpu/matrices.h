@@ -85,10 +85,9 @@ void multiply(int n, int depth, int width, const float* a, size_t a_stride, cons
 }
 
 // out[n][width] += a[n][depth] b[depth][width] of a BF16 page, whose rows count as zeros where `rows` has no bit;
-// kAllRows for more than 64. Memory of depth times width floats. amx has its own.
+// kAllRows for more than 64. Memory of depth times width floats.
 constexpr uint64_t kAllRows = ~uint64_t(0);
 
-#if !defined(__AMX_BF16__)
 void multiply_page(int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b, uint64_t rows, float* out,
                    size_t out_stride, float* memory) {
     if (n <= kRows && rows == kAllRows) {
@@ -103,7 +102,6 @@ void multiply_page(int n, int depth, int width, const float* a, size_t a_stride,
     }
     multiply(n, depth, width, a, a_stride, memory, width, out, out_stride);
 }
-#endif
 
 // The dot product of n floats, n a multiple of 16.
 float dot_product(int n, const float* a, const float* b) {

@@ -1,14 +1,13 @@
-// Dot products with unpacked pages by AMX: a tile product is 16 rows times 16 columns over 64 bytes, eight times what
-// vpdpbusd does in its time. What unpacking writes is the second operand as it lies there: K [planes / 4][64 tokens]
-// [4 planes], V [16 quads][planes][4 tokens]; rows of queries and of weights are the first. Sums are of integers, so
-// they are those of codes.h. Internal to the unit (see kernel.h).
+// Dot products with codes by AMX: a tile product is 16 rows times 16 columns over 64 bytes, eight times what vpdpbusd
+// does in its time. What unpacking writes is the second operand as it lies there: quads of planes of 64 tokens for K,
+// quads of tokens of 64 planes for V; rows of queries and of weights are the first. Sums are of integers, so they are
+// those of codes.h. Internal to the unit (see kernel.h).
 //
 // Instructions are spelled out: the tile loads of GCC 12 do not tell the compiler that they read memory, and its
 // _tile_loadconfig() names 8 of the 64 bytes that are read.
 #pragma once
 
 #include "attention/cpu/codes.h"
-#include "attention/cpu/kernel.h"
 
 #if defined(__AMX_INT8__)
 
@@ -68,23 +67,47 @@ inline void for_each_sum(std::integer_sequence<int, Sum...>, F f) {
     (f(std::integral_constant<int, Sum>()), ...);
 }
 
-// Rows beyond n are read and not written: 16 rows of q are memory.
-void score_rows(int, const Unpacked& keys, const int8_t* q, size_t stride, int32_t* out) {
+// Codes that are unpacked for 16 rows, a group ahead of the products, to memory for two groups: twice as fast as a
+// whole page first where the bytes of a page fill the first cache, and as fast for hundreds of rows.
+struct Passing {
+    static constexpr int kRows = 16;
+
+    Packed codes;
+    std::byte* memory;
+
+    int groups() const { return codes.groups(); }
+    bool tail() const { return codes.tail(); }
+    std::byte* at(int group) const { return memory + group % 2 * kGroupDigits; }
+    void prepare_keys(int group) const {
+        if (group < codes.all_groups()) unpack_key_group(codes, group, at(group));
+    }
+    void prepare_values(int group) const {
+        if (group < codes.all_groups()) unpack_value_group(codes, group, at(group));
+    }
+};
+
+Passing unpack_keys(const Packed& keys, std::byte* memory) { return {keys, memory}; }
+Passing unpack_values(const Packed& values, std::byte* memory) { return {values, memory}; }
+
+// Rows beyond n are read and not written: 16 rows of queries and of weights are memory.
+void score_rows(int, const Passing& keys, const int8_t* q, size_t stride, int32_t* out) {
     constexpr size_t kRow = kTokens * 4;
     constexpr auto kAll = std::make_integer_sequence<int, kSums>();
-    const std::byte* digits = keys.digits;
+    const int groups = keys.groups();
     for_each_sum(kAll, [](auto sum) { clear_tile<sum>(); });
-    for (int group = 0; group < keys.groups(); group++, digits += 16 * kRow, q += kGroup) {
-        load_tile<kLeft>(q, stride);
+    keys.prepare_keys(0);
+    for (int group = 0; group < groups; group++) {
+        keys.prepare_keys(group + 1);
+        load_tile<kLeft>(q + group * kGroup, stride);
         for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRight>(digits + sum * 64, kRow);
+            load_tile<kRight>(keys.at(group) + sum * 64, kRow);
             multiply_tiles<sum, kLeft, kRight>();
         });
     }
     if (keys.tail()) {
-        load_tile<kLeftTail>(q, stride);
+        load_tile<kLeftTail>(q + groups * kGroup, stride);
         for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRightTail>(digits + sum * 64, kRow);
+            load_tile<kRightTail>(keys.at(groups) + sum * 64, kRow);
             multiply_tiles<sum, kLeftTail, kRightTail>();
         });
     }
@@ -93,16 +116,16 @@ void score_rows(int, const Unpacked& keys, const int8_t* q, size_t stride, int32
 
 // Sums First and First + 1, of 32 planes: the products, and their way to the outputs.
 template <int First>
-inline void multiply_planes(const Unpacked& values, int plane) {
+inline void multiply_planes(const std::byte* digits, size_t quad) {
     for_each_sum(std::make_integer_sequence<int, 2>(), [&](auto i) {
         clear_tile<First + i>();
-        load_tile<kRight>(values.digits + (plane + 16 * i) * 4, size_t(values.planes) * 4);
+        load_tile<kRight>(digits + 64 * i, quad);
         multiply_tiles<First + i, kLeft, kRight>();
     });
 }
 
 template <int First>
-inline void add_planes(int n, const WeightRows& rows, int plane) {
+inline void add_sums(int n, const WeightRows& rows, int plane) {
     alignas(64) int32_t sums[16 * 32];
     store_tile<First>(sums, 128);
     store_tile<First + 1>(sums + 16, 128);
@@ -116,142 +139,28 @@ inline void add_planes(int n, const WeightRows& rows, int plane) {
     }
 }
 
-// 16 rows of weights are memory. The products of the next planes run while sums become floats.
-void weigh_rows(int n, const Unpacked& values, const WeightRows& rows) {
+// The products of the next planes run while sums become floats.
+void weigh_rows(int n, const Passing& values, const WeightRows& rows) {
+    constexpr size_t kQuad = kGroup * 4;
+    const int groups = values.groups();
+    const auto begin = [&](int group) {
+        if (group < groups) {
+            multiply_planes<0>(values.at(group), kQuad);
+        } else if (group == groups && values.tail()) {
+            multiply_planes<0>(values.at(group), kQuad / 2);
+        }
+    };
     load_tile<kLeft>(rows.bytes, kTokens);
-    multiply_planes<0>(values, 0);
-    for (int plane = 0; plane < values.planes; plane += 64) {
-        const bool both = plane + 32 < values.planes;
-        if (both) multiply_planes<2>(values, plane + 32);
-        add_planes<0>(n, rows, plane);
-        if (plane + 64 < values.planes) multiply_planes<0>(values, plane + 64);
-        if (both) add_planes<2>(n, rows, plane + 32);
+    values.prepare_values(0);
+    begin(0);
+    for (int group = 0; group < groups; group++) {
+        multiply_planes<2>(values.at(group) + kQuad / 2, kQuad);
+        values.prepare_values(group + 1);
+        add_sums<0>(n, rows, group * kGroup);
+        begin(group + 1);
+        add_sums<2>(n, rows, group * kGroup + kGroup / 2);
     }
-}
-
-// ---- BF16 pages: out[n][width] += a[n][depth] b[depth][width], in FP32 sums
-
-constexpr int kPairRows = 8;  // of a, as two parts each: a tile has 16
-
-template <int Sum, int Left, int Right>
-inline void multiply_bf16_tiles() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Left), "i"(Right));
-}
-
-// Rows of floats as the nearest BF16 and the nearest of what is left: 16 of 24 bits. To [16][depth], left parts from row 8.
-inline void split_rows(int n, int depth, const float* a, size_t a_stride, uint16_t* to) {
-    for (int r = 0; r < n; r++) {
-        for (int i = 0; i < depth; i += kLanes) {
-            const Floats x = load<Floats>(a + r * a_stride + i);
-            const Floats high = as_floats((reinterpret_cast<Words>(x) + 0x8000u) & 0xffff0000u);
-            const auto high_bf16 = _mm512_cvtneps_pbh(high), low_bf16 = _mm512_cvtneps_pbh(x - high);
-            store(to + r * depth + i, high_bf16);
-            store(to + (r + kPairRows) * depth + i, low_bf16);
-        }
-    }
-}
-
-// Pairs of rows of a page as dwords, [depth / 2][16 Vectors], rows that are not in `rows` as zeros. Of 32 columns the
-// first 16 dwords hold those whose bit 2 is clear.
-template <int Vectors>
-inline void pair_rows(int depth, int width, const uint16_t* b, uint64_t rows, uint16_t* to) {
-    for (int d = 0; d < depth; d += 2, b += 2 * width, to += 32 * Vectors) {
-        const __mmask32 first = rows >> d & 1 ? ~0u : 0u, second = rows >> d >> 1 & 1 ? ~0u : 0u;
-        if constexpr (Vectors == 1) {
-            const Words x = __builtin_convertvector(load<Halves>(b), Words), y = __builtin_convertvector(load<Halves>(b + width), Words);
-            store(to, (first ? x : Words{}) | (second ? y << 16 : Words{}));
-        } else {
-#pragma GCC unroll 2
-            for (int c = 0; c < 16 * Vectors; c += 32) {
-                const __m512i x = _mm512_maskz_loadu_epi16(first, b + c), y = _mm512_maskz_loadu_epi16(second, b + width + c);
-                store(to + 2 * c, _mm512_unpacklo_epi16(x, y));
-                store(to + 2 * c + 32, _mm512_unpackhi_epi16(x, y));
-            }
-        }
-    }
-}
-
-template <int Vectors>
-inline void add_columns(int n, const float* sums, float* out, size_t out_stride) {
-    const auto sum_of = [&](int r, int v) {
-        return load<Floats>(sums + (r * Vectors + v) * 16) + load<Floats>(sums + ((r + kPairRows) * Vectors + v) * 16);
-    };
-    const auto add = [&](int r, int v, Floats x) {
-        float* to = out + r * out_stride + v * 16;
-        store(to, load<Floats>(to) + x);
-    };
-    for (int r = 0; r < n; r++) {
-        if constexpr (Vectors == 1) {
-            add(r, 0, sum_of(r, 0));
-        } else {
-#pragma GCC unroll 2
-            for (int v = 0; v < Vectors; v += 2) {
-                const Floats even = sum_of(r, v), odd = sum_of(r, v + 1);
-                add(r, v, __builtin_shufflevector(even, odd, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-                add(r, v + 1, __builtin_shufflevector(even, odd, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-            }
-        }
-    }
-}
-
-struct ExactPage {
-    const uint16_t* numbers;
-    int depth, width;
-    uint64_t rows;
-    uint16_t* pairs;
-    bool keeps_pairs;  // for rows that come later; else two steps of them are enough
-};
-
-// 16 Vectors columns from `column` on. The rows that come first pair those of the page, a step ahead of their products.
-template <int Vectors>
-inline void multiply_columns(int n, const uint16_t* left, const ExactPage& page, int column, bool is_first, float* out,
-                             size_t out_stride) {
-    constexpr auto kAll = std::make_integer_sequence<int, Vectors>();
-    constexpr int kStep = 32;
-    const size_t left_bytes = size_t(page.depth) * 2;
-    const auto pairs = [&](int d) {
-        return page.pairs + (page.keeps_pairs ? page.depth * column + d * 16 * Vectors : d % (2 * kStep) * 16 * Vectors);
-    };
-    const auto pair = [&](int d) {
-        if (!is_first || d >= page.depth) return;
-        const int some = page.depth - d < kStep ? page.depth - d : kStep;
-        pair_rows<Vectors>(some, page.width, page.numbers + d * page.width + column, page.rows >> d % 64, pairs(d));
-    };
-    for_each_sum(kAll, [](auto sum) { clear_tile<sum>(); });
-    pair(0);
-    int d = 0;
-    for (; d + kStep <= page.depth; d += kStep) {
-        pair(d + kStep);
-        load_tile<kLeft>(left + d, left_bytes);
-        for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRight>(pairs(d) + 32 * sum, Vectors * 64);
-            multiply_bf16_tiles<sum, kLeft, kRight>();
-        });
-    }
-    if (d < page.depth) {
-        load_tile<kLeftTail>(left + d, left_bytes);
-        for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRightTail>(pairs(d) + 32 * sum, Vectors * 64);
-            multiply_bf16_tiles<sum, kLeftTail, kRightTail>();
-        });
-    }
-    alignas(64) float sums[16 * Vectors * 16];
-    for_each_sum(kAll, [&](auto sum) { store_tile<sum>(sums + 16 * sum, Vectors * 64); });
-    add_columns<Vectors>(n, sums, out + column, out_stride);
-}
-
-void multiply_page(int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b, uint64_t rows, float* out,
-                   size_t out_stride, float* memory) {
-    const ExactPage page{b, depth, width, rows, reinterpret_cast<uint16_t*>(memory), n > kPairRows};
-    alignas(64) uint16_t left[2 * kPairRows * kMaxDim];
-    for (int r = 0; r < n; r += kPairRows, a += kPairRows * a_stride, out += kPairRows * out_stride) {
-        const int some = n - r < kPairRows ? n - r : kPairRows;
-        split_rows(some, depth, a, a_stride, left);
-        int c = 0;
-        for (; c + 64 <= width; c += 64) multiply_columns<4>(some, left, page, c, r == 0, out, out_stride);
-        if (c + 32 <= width) multiply_columns<2>(some, left, page, c, r == 0, out, out_stride), c += 32;
-        if (c < width) multiply_columns<1>(some, left, page, c, r == 0, out, out_stride);
-    }
+    if (values.tail()) add_sums<0>(n, rows, groups * kGroup);
 }
 
 }  // namespace
