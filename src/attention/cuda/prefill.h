@@ -251,7 +251,11 @@ class Prefill {
         };
 
         CRUMB_DEVICE u64* barriers() const { return reinterpret_cast<u64*>(shared_ + kBarriers); }
-        CRUMB_DEVICE int entry_of(const Stage& stage) const { return reinterpret_cast<const int*>(shared_ + kEntries)[stage.slot]; }
+        // Read by the lane that arrives when the stage is done with.
+        CRUMB_DEVICE int entry_of(const Stage& stage) const {
+            const int entry = simt::lane() == 0 ? reinterpret_cast<const int*>(shared_ + kEntries)[stage.slot] : 0;
+            return int(simt::shuffle(simt::u32(entry), 0));
+        }
 
         // The number of the item's pairs, and which entries all of its rows see through codes.
         CRUMB_DEVICE int look() {
