@@ -9,7 +9,8 @@ A cache is NAME=FLAGS of `crumb serve`, with @DEPTH where its largest depth is s
 once. A measurement restores a slot file of so many tokens, asks for --prompt tokens more, restores it again and asks for --generate
 tokens; times are the server's own. FOLDER keeps the slot files (slots.py says how they are made), so that a run of a build for GPUs can make
 those of a run on CPUs. NAME.jsonl keeps every measurement, and one that is in it is not made again (those of other settings are
-refused); NAME.svg is the plot; the table goes to standard output.
+refused); NAME.svg is the plot; the table goes to standard output. Beyond the context that a model was trained for, which a server keeps to,
+times are had with --override-kv ARCHITECTURE.context_length=int:65536 among the flags of each cache.
 """
 import argparse
 import json
@@ -17,8 +18,10 @@ import os
 import re
 import statistics
 import sys
+import urllib.error
 from pathlib import Path
 
+from loopback import message_of
 from slots import F16, Slots, need_numpy, prompt_of
 from svg import COLOURS, Svg
 
@@ -196,5 +199,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except urllib.error.HTTPError as error:
+        sys.exit(f"depth: error: the server refused: {message_of(error)}")
     except (OSError, RuntimeError) as error:  # of files, of a connection, or a server that did not start
         sys.exit(f"depth: error: {error}")

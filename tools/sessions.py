@@ -20,7 +20,9 @@ import statistics
 import sys
 import threading
 import time
+import urllib.error
 
+from loopback import message_of
 from slots import F16, Slots, need_numpy, prompt_of
 
 CACHES = [F16, "-ctk q8_0 -ctv q8_0", "-ctk q4_0 -ctv q4_0", "--kv had2"]
@@ -142,5 +144,7 @@ def table(samples, loads):
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except urllib.error.HTTPError as error:
+        sys.exit(f"sessions: error: the server refused: {message_of(error)}")
     except (OSError, RuntimeError) as error:  # of files, of a connection, or a server that did not start
         sys.exit(f"sessions: error: {error}")
