@@ -5,6 +5,7 @@ test_model.py; what is equal to the bit there is said to be so."""
 
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -44,11 +45,11 @@ def job(model, tasks=(), crumb=None, operators="vllm", **more):
     return {"model": str(model), "crumb": crumb, "operators": operators, "arguments": arguments, "tasks": list(tasks)}
 
 
-def run(at, jobs):
+def run(at, jobs, **environment):
     """In a process of their own: starting vLLM takes longer than most jobs do."""
     (at / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run([sys.executable, pathlib.Path(__file__).with_name("vllm_engine.py"), at / "jobs.json", at / "results.json"],
-                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout[-4000:]
     return json.loads((at / "results.json").read_text()), done.stdout
 
@@ -224,17 +225,22 @@ def config(device="cuda", backend=None, **model):
 
 
 @pytest.mark.parametrize("given, remedy", [
-    (config(), "the device cuda: it has run on CPUs only. Leave the crumb options out"),
+    (config(), "this build is for CPUs alone. Type: pip install .*CRUMB_CUDA=ON"),
+    (config("xpu"), "the device xpu: it runs on CPUs and on CUDA"),
     (config("cpu", SimpleNamespace(name="FLASHINFER")), "--attention-backend FLASHINFER beside a recipe. Leave it out"),
     (config("cpu", enable_sleep_mode=True), "Leave --enable-sleep-mode out"),
 ])
-def test_refused_on_a_device(given, remedy):
+def test_refused_on_a_device(monkeypatch, given, remedy):
+    from crumb_kv import library
     from crumb_kv.serving import Refused
     from crumb_kv.vllm.served import _refuse_what_is_not_supported
 
+    monkeypatch.setattr(library, "has_cuda", lambda: False)
     with pytest.raises(Refused, match=remedy):
         _refuse_what_is_not_supported(given)
     _refuse_what_is_not_supported(config("cpu"))
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    _refuse_what_is_not_supported(config())
 
 
 def test_what_vllm_promises_and_crumb_cannot_is_refused(monkeypatch):

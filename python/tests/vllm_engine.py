@@ -1,7 +1,7 @@
 """Runs vLLM engines in a process of their own, one after the other: vllm_engine.py JOBS.json RESULTS.json
 
-A job has the model, the options of crumb (or none), whose operators compute beside attention ("vllm" or "torch"), further arguments of
-vllm.LLM, and tasks, which are done one after the other. Its result has facts and results, or `refused`, what was said instead of starting:
+A job has the model, the options of crumb (or none), whose operators compute beside attention ("vllm" or "torch"), whether it is eager, further
+arguments of vllm.LLM, and tasks, which are done one after the other. Its result has facts and results, or `refused`, what was said instead of starting:
     {"generate": [[token, ...], ...], "tokens": n}    greedy, all prompts at once -> {"tokens", "cached", "seconds", ...}
     {"score": [token, ...]}                           -> log-probability of each token but the first
     {"divergence": [token, ...], "file": FILE}        -> compares all log-probabilities with those in FILE, or writes it
@@ -30,8 +30,8 @@ class Engine:
         crumb, alone = job.get("crumb"), job["arguments"].get("tensor_parallel_size", 1) == 1
         _custom_ops._supports_onednn = ONEDNN and job["operators"] == "vllm"
         if job["operators"] == "torch":
-            job["arguments"]["compilation_config"] = {"custom_ops": ["none"]}
-        self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, enforce_eager=True, seed=0,
+            job["arguments"].setdefault("compilation_config", {})["custom_ops"] = ["none"]
+        self.llm = LLM(job["model"], additional_config={"crumb": crumb} if crumb else {}, enforce_eager=job.get("eager", True), seed=0,
                        distributed_executor_backend="uni" if alone else "mp", **job["arguments"])
         self.model = None
         if not alone:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from .. import models, serving
+from .. import library, models, serving
 from ..blocks import PAGE
 from ..layer import Shape
 from ..serving import refuse_if_any, refuse_model
@@ -35,7 +35,9 @@ def served_by(vllm_config):
 def _refuse_what_is_not_supported(config):
     parallel, device = config.parallel_config, config.device_config.device_type
     refuse_if_any(ENGINE, (
-        (f"the device {device}: it has run on CPUs only", device != "cpu", "Leave the crumb options out"),
+        (f"the device {device}: it runs on CPUs and on CUDA", device not in ("cpu", "cuda"), "Leave the crumb options out"),
+        ("GPUs: this build is for CPUs alone", device == "cuda" and not library.has_cuda(), "Type: pip install --no-build-isolation "
+         "--config-settings=cmake.define.CRUMB_CUDA=ON ./python"),
         (f"--attention-backend {config.attention_config.backend and config.attention_config.backend.name} beside a recipe",
          config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM), "Leave it out"),
         ("sleeping engines, which forget its tables", getattr(config.model_config, "enable_sleep_mode", False),
