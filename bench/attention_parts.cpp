@@ -84,7 +84,7 @@ void measure(int planes, int n, double hertz) {
     print(kDotRows, n, [&](int page) { weigh_rows(n, value(page), rows), touch(); });
     const int unpacked = kLazy && n < kUnpackKeysFrom ? 0 : decltype(keys)::kRows;
     print(unpacked, n, [&](int) { score_rows(n, keys, q.data(), planes, dots), touch(); });
-    print(unpacked, n, [&](int) { weigh_rows(n, values, rows), touch(); });
+    print(unpacked, n, [&](int) { begin_values(values), weigh_rows(n, values, rows), touch(); });
     print(kLazy ? 0 : kMostRows, n, [&](int page) { unpack_keys(key(page), bytes), unpack_values(value(page), bytes), touch(); });
     print(kMostRows, n, [&](int) {
         multiply_page(item, n, planes, kTokens, floats, planes, exact, kAllRows, out, kTokens, memory);

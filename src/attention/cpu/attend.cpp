@@ -135,7 +135,7 @@ AttentionWork::~AttentionWork() = default;
 void AttentionWork::prepare(const AttentionPlan& plan, int n_head, int n_head_kv, const PageFormat& format,
                             int max_threads) {
     CRUMB_ASSERT(max_threads > 0 && n_head_kv > 0 && n_head % n_head_kv == 0);
-    CRUMB_ASSERT(std::max(format.k.dim, format.v.dim) <= kMaxDim);
+    CRUMB_ASSERT(std::max(format.k.dim, format.v.dim) <= kMaxDim && format.k.planes <= kMaxPlanes);
     State& s = *state_;
     size_t rows = 0;
     for (const AttentionTile& tile : plan.tiles()) {

@@ -69,6 +69,15 @@ constexpr int kUnpackKeysFrom = 5, kUnpackValuesFrom = 6;
 constexpr int kUnpackKeysFrom = 12, kUnpackValuesFrom = 12;
 #endif
 
+// Of more rows than kStepRows, kBatch pages are read step by step. What is unpacked for all rows takes one page at a
+// time.
+#if defined(__AMX_INT8__)
+constexpr int kStepRows = 16;
+#else
+constexpr int kStepRows = 1 << 20;
+#endif
+constexpr int kBatch = 4;
+
 // Codes of one side of a page, and how far away the next page is, to be fetched meanwhile.
 struct Packed {
     static constexpr int kRows = kDotRows;
@@ -414,12 +423,17 @@ Unpacked unpack_keys(const Packed& keys, std::byte* to) {
 }
 
 Unpacked unpack_values(const Packed& values, std::byte* to) {
-    for (int group = 0; group < values.all_groups(); group++) unpack_value_group(values, group, to + group * kGroupDigits);
+    for (int group = 0; group < values.all_groups(); group++)
+        unpack_value_group(values, group, to + group * kGroupDigits);
     return {to, values.planes};
 }
 #endif
 
 // ---- any number of rows up to kDotRows
+
+// Comes before the weights of these rows.
+template <class Codes>
+void begin_values(const Codes&) {}
 
 template <class Codes, int Rows = kDotRows>
 void score_rows(int n, const Codes& keys, const int8_t* q, size_t stride, int32_t* out) {

@@ -11,6 +11,7 @@
 namespace crumb::cpu {
 
 inline constexpr int kMaxDim = 256;
+inline constexpr int kMaxPlanes = 4 * kMaxDim;
 inline constexpr int kMeanBlocks = 8;  // page means of V are added up 8 blocks at a time, borders at multiples of 8
 
 // K or V of the pages of one KV head.
@@ -51,7 +52,7 @@ inline constexpr int kPartialScalars = 16 * kPartialVectors;
 struct Scratch {
     float* q = nullptr;           // [n][dim_k], times the scale and log2(e): logits are powers of two
     float* q_codes = nullptr;     // [n][planes_k]
-    int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h; amx reads 15 rows more, whatever they are
+    int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h; amx reads up to 15 rows more
     float* q_unit = nullptr;      // [n], what one unit of q_bytes is
     float* q_offset = nullptr;    // [n], 1.5 sum of q_bytes
     float* q_mean = nullptr;      // [n], q . mean of the keys

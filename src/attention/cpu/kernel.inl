@@ -65,9 +65,10 @@ struct Seen {
 
 // ---- codes
 
-// Weights of the values of a block as bytes, from the dot products of query n with its keys.
-float weigh_coded(const Item& item, const Scratch& scratch, float* partials, int n, int block, uint64_t mask,
-                  const int32_t* dots, const Info& k, const Info& v, const float* k_mean, uint8_t* bytes) {
+// Weights of the values of a block times their scales, from the dot products of query n with its keys. Returns the
+// largest, by lanes.
+Floats weigh_coded(const Item& item, const Scratch& scratch, float* partials, int n, int block, uint64_t mask,
+                   const int32_t* dots, const Info& k, const Info& v, const float* k_mean, float* weights) {
     const Side &keys = item.coded.k, &values = item.coded.v;
     const bool zero_k = keys.info == SideInfo::scale_zero, zero_v = values.info == SideInfo::scale_zero;
     const float unit = scratch.q_unit[n], offset = scratch.q_offset[n], ones = scratch.q_ones[n];
@@ -112,76 +113,126 @@ float weigh_coded(const Item& item, const Scratch& scratch, float* partials, int
 #pragma GCC unroll 16
     for (int i = 0; i < kPageVectors; i++) {
         x[i] = x[i] * load<Floats>(v.scale + i * kLanes);
+        store(weights + i * kLanes, x[i]);
     }
-    const float unit_b = to_bytes(x, bytes);
+    return largest(x);
+}
+
+// Weights as bytes of which one unit is `unit`, and their sum.
+void round_weights(const Item& item, float* partial, const float* weights, float unit, uint8_t* bytes) {
+    to_bytes(weights, unit, bytes);
     Dot rounded = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kPageVectors / 4; i++) {
         rounded = dot(rounded, load<Words>(bytes + i * 4 * kLanes), 0x01010101u - Words{});
     }
-    float* digit_sum = vectors + 16 * kDigitSum;
-    store(digit_sum, multiply_add(to_floats(total(rounded)), splat(unit_b), load<Floats>(digit_sum)));
-    return unit_b;
+    float* digit_sum = vectors_of(item, partial) + 16 * kDigitSum;
+    store(digit_sum, multiply_add(to_floats(total(rounded)), splat(unit), load<Floats>(digit_sum)));
 }
 
-// Query vectors of `seen` against a page, as many at a time as both kinds of codes take.
+// A coded page, and who sees what of it.
+struct CodedBlock {
+    int block;
+    Seen seen;
+    Info k, v;
+    alignas(64) float k_mean[kMaxDim];
+    Packed keys, values;
+
+    CodedBlock(const Item& item, const Scratch& scratch, int block) : block(block), seen(item, block, true) {
+        const Pages& pages = item.coded;
+        const std::byte* page = page_at(pages, block);
+        const ptrdiff_t next = has_page(pages, block + 1) ? page_at(pages, block + 1) - page : 0;
+        for (size_t i = pages.k.scales; i < pages.bytes; i += 64) {
+            __builtin_prefetch(page + next + i);
+        }
+        unpack_info(pages.k, page, k);
+        unpack_info(pages.v, page, v);
+        if (pages.k.page_mean) {
+            unpack_mean(pages.k, page, k_mean);
+        }
+        if (pages.v.page_mean) {
+            unpack_mean(pages.v, page, scratch.page_means + block % kMeanBlocks * pages.v.dim);
+        }
+        keys = {page + pages.k.codes, pages.k.planes, next};
+        values = {page + pages.v.codes, pages.v.planes, next};
+    }
+};
+
+// The smallest number of equal parts of at most `most`: how large they are.
+int even_parts(int n, int most) {
+    const int parts = (n + most - 1) / most;
+    return (n + parts - 1) / parts;
+}
+
+// Query vectors first .. last - 1 against a page, as many at a time as its codes take.
 template <class Keys, class Values>
-void visit_codes(const Item& item, const Scratch& scratch, float* partials, int block, const Seen& seen,
-                 const Keys& keys, const Values& values, const Info& k, const Info& v, const float* k_mean) {
+void visit_codes(const Item& item, const Scratch& scratch, float* partials, const CodedBlock& at, int first, int last,
+                 const Keys& keys, const Values& values) {
     alignas(64) int32_t dots[Keys::kRows * kTokens];
     alignas(64) uint8_t bytes[Values::kRows * kTokens];
+    alignas(64) float weights[Values::kRows * kTokens];
+    Floats largest[Values::kRows];
     float units[Values::kRows];
-    const int most = min(Keys::kRows / item.q_rows, Values::kRows), n = seen.last - seen.first, blocks = (n + most - 1) / most;
-    const int step = (n + blocks - 1) / blocks;
-    const size_t stride = item.coded.k.planes;
-    for (int first = seen.first; first < seen.last; first += step) {
-        const int rows = min(step, seen.last - first);
-        score_rows(rows * item.q_rows, keys, scratch.q_bytes + first * item.q_rows * stride, stride, dots);
+    const float* k_mean = item.coded.k.page_mean ? at.k_mean : nullptr;
+    const int step = even_parts(last - first, Values::kRows), q_bytes = item.q_rows * item.coded.k.planes;
+    for (; first < last; first += step) {
+        const int rows = min(step, last - first), part = even_parts(rows, Keys::kRows / item.q_rows);
+        begin_values(values);
         for (int r = 0; r < rows; r++) {
-            units[r] = weigh_coded(item, scratch, partials, first + r, block, seen.masks[(first + r) / item.n_heads],
-                                   dots + r * item.q_rows * kTokens, k, v, k_mean, bytes + r * kTokens);
+            if (r % part == 0) {
+                score_rows(min(part, rows - r) * item.q_rows, keys, scratch.q_bytes + size_t(first + r) * q_bytes,
+                           item.coded.k.planes, dots);
+            }
+            largest[r] =
+                weigh_coded(item, scratch, partials, first + r, at.block, at.seen.masks[(first + r) / item.n_heads],
+                            dots + r % part * item.q_rows * kTokens, at.k, at.v, k_mean, weights + r * kTokens);
+        }
+        for (int r = 0; r < rows; r++) {  // apart, so that rows do not wait for their lanes
+            units[r] = byte_unit(largest[r]);
+        }
+        for (int r = 0; r < rows; r++) {
+            round_weights(item, partial_of(item, partials, first + r), weights + r * kTokens, units[r],
+                          bytes + r * kTokens);
         }
         weigh_rows(rows, values, {bytes, units, partial_of(item, partials, first), item.partial_stride});
     }
 }
 
-void visit_coded(const Item& item, const Scratch& scratch, float* partials, int block) {
-    const Seen seen(item, block, true);
-    if (seen.none()) {
-        return;
-    }
-    const Pages& pages = item.coded;
-    const std::byte* page = page_at(pages, block);
-    const ptrdiff_t next = has_page(pages, block + 1) ? page_at(pages, block + 1) - page : 0;
-    for (size_t i = pages.k.scales; i < pages.bytes; i += 64) {
-        __builtin_prefetch(page + next + i);
-    }
-    Info k, v;
-    alignas(64) float k_mean[kMaxDim];
-    unpack_info(pages.k, page, k);
-    unpack_info(pages.v, page, v);
-    if (pages.k.page_mean) {
-        unpack_mean(pages.k, page, k_mean);
-    }
-    if (pages.v.page_mean) {
-        unpack_mean(pages.v, page, scratch.page_means + block % kMeanBlocks * pages.v.dim);
-    }
-    const float* mean = pages.k.page_mean ? k_mean : nullptr;
-    const Packed keys{page + pages.k.codes, pages.k.planes, next}, values{page + pages.v.codes, pages.v.planes, next};
-    const auto visit = [&](const auto& k_codes, const auto& v_codes) {
-        visit_codes(item, scratch, partials, block, seen, k_codes, v_codes, k, v, mean);
+void visit_rows(const Item& item, const Scratch& scratch, float* partials, const CodedBlock& at, int first, int last) {
+    const auto visit = [&](const auto& keys, const auto& values) {
+        visit_codes(item, scratch, partials, at, first, last, keys, values);
     };
-    const int rows = seen.last - seen.first;
-    if (rows * item.q_rows < kUnpackKeysFrom) {
-        visit(keys, values);
+    if ((last - first) * item.q_rows < kUnpackKeysFrom) {
+        visit(at.keys, at.values);
         return;
     }
     std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
-    const auto unpacked = unpack_keys(keys, digits);
-    if (rows < kUnpackValuesFrom) {
-        visit(unpacked, values);
+    const auto unpacked = unpack_keys(at.keys, digits);
+    if (last - first < kUnpackValuesFrom) {
+        visit(unpacked, at.values);
     } else {
-        visit(unpacked, unpack_values(values, digits + keys.planes * kTokens));
+        visit(unpacked, unpack_values(at.values, digits + at.keys.planes * kTokens));
+    }
+}
+
+// Some blocks, of which all rows see something, kStepRows rows at a time, whose partials then stay in the first cache.
+void visit_coded(const Item& item, const Scratch& scratch, float* partials, const int* blocks, int n_blocks) {
+    if (n_blocks == 1) {
+        const CodedBlock at(item, scratch, *blocks);
+        visit_rows(item, scratch, partials, at, at.seen.first, at.seen.last);
+        return;
+    }
+    static_assert(kBatch == 4);
+    const CodedBlock at[kBatch] = {
+        {item, scratch, blocks[0]}, {item, scratch, blocks[1]}, {item, scratch, blocks[2]}, {item, scratch, blocks[3]}};
+    const int step = even_parts(item.n, kStepRows);
+    for (int first = 0; first < item.n; first += step) {
+        for (const CodedBlock& block : at) {
+            const int from = max(first, block.seen.first), to = min(first + step, block.seen.last);
+            if (from < to) {
+                visit_rows(item, scratch, partials, block, from, to);
+            }
+        }
     }
 }
 
@@ -224,8 +275,8 @@ void add_values(const Item& item, const Scratch& scratch, float* partials, const
         all_seen = all_seen && ~seen.masks[r] == 0;
     }
     if (all_seen || all_finite(values, kTokens * dim)) {
-        multiply_page(item, seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values, kAllRows,
-                      out + seen.first * item.partial_stride, item.partial_stride, scratch.page);
+        multiply_page(item, seen.last - seen.first, kTokens, dim, weights + seen.first * kTokens, kTokens, values,
+                      kAllRows, out + seen.first * item.partial_stride, item.partial_stride, scratch.page);
         return;
     }
     for (int n = seen.first; n < seen.last; n++) {
@@ -264,21 +315,29 @@ void to_rows(const Item& item, const Scratch& scratch, int n) {
     const float inverse = top / largest;
     int8_t* high = scratch.q_bytes + n * item.q_rows * planes;
     int8_t* low = high + (item.q_rows - 1) * planes;
-    uint32_t sum = 0;
-    for (int i = 0; i < planes; i++) {
-        const float* x = q + key_order_plane(i / 4, planes) + i % 4;
-        float shifted = *x * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
-        int32_t code;
-        __builtin_memcpy(&code, &shifted, sizeof code);
-        code -= 0x4b400000;
-        sum += uint32_t(code);
-        const int32_t hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
-        high[i] = int8_t(hundreds);
+    alignas(64) int8_t codes[2][kMaxPlanes];  // high, low
+    Ints sums = {};
+    for (int p = 0; p < planes; p += kLanes) {
+        const Floats shifted =
+            load<Floats>(q + p) * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
+        const Ints code = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+        const Ints hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
+        sums += code;
+        store(codes[0] + p, __builtin_convertvector(hundreds, SignedBytes));
+        store(codes[1] + p, __builtin_convertvector(code - (hundreds << 7), SignedBytes));
+    }
+    for (int i = 0; i < planes; i += 4) {
+        const int plane = key_order_plane(i / 4, planes);
+        __builtin_memcpy(high + i, codes[0] + plane, 4);
         if (item.q_rows == 2) {
-            low[i] = int8_t(code - hundreds * 128);
+            __builtin_memcpy(low + i, codes[1] + plane, 4);
         }
     }
-    scratch.q_offset[n] = 1.5f * float(int32_t(sum));
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) {
+        sum += sums[i];
+    }
+    scratch.q_offset[n] = 1.5f * float(sum);
     scratch.q_unit[n] = largest / top;
 }
 
@@ -374,16 +433,23 @@ void range(const Item& item, const Scratch& scratch, int first, int last, float*
             if (!Seen(item, block, false).none()) exact[n_exact++] = block;
         }
         Ahead ahead(item, exact, n_exact, n_coded);
-        for (int i = 0; i < n_coded; i++) {
-            const int block = coded[i];
+        for (int i = 0, batch; i < n_coded; i += batch) {
+            batch = 1;
             if (item.coded.k.planes == 0) {
-                visit_exact(item, scratch, partials, block, item.coded, Seen(item, block, true));
+                visit_exact(item, scratch, partials, coded[i], item.coded, Seen(item, coded[i], true));
                 continue;
             }
-            ahead.fetch_slice();
-            visit_coded(item, scratch, partials, block);
-            const bool last_of_batch = i + 1 == n_coded || coded[i + 1] / kMeanBlocks != block / kMeanBlocks;
-            if (item.coded.v.page_mean && last_of_batch) {
+            if (item.n > kStepRows && i + kBatch <= n_coded &&
+                coded[i] / kMeanBlocks == coded[i + kBatch - 1] / kMeanBlocks) {
+                batch = kBatch;
+            }
+            for (int k = 0; k < batch; k++) {
+                ahead.fetch_slice();
+            }
+            visit_coded(item, scratch, partials, coded + i, batch);
+            const int last = i + batch - 1;
+            const bool ends_mean = last + 1 == n_coded || coded[last + 1] / kMeanBlocks != coded[last] / kMeanBlocks;
+            if (item.coded.v.page_mean && ends_mean) {
                 add_page_means(item, scratch, partials);
             }
         }

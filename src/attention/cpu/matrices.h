@@ -88,8 +88,8 @@ void multiply(int n, int depth, int width, const float* a, size_t a_stride, cons
 // kAllRows for more than 64. Memory of depth times width floats.
 constexpr uint64_t kAllRows = ~uint64_t(0);
 
-void multiply_page(int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b, uint64_t rows, float* out,
-                   size_t out_stride, float* memory) {
+void multiply_page(int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b, uint64_t rows,
+                   float* out, size_t out_stride, float* memory) {
     if (n <= kRows && rows == kAllRows) {
         multiply(n, depth, width, a, a_stride, b, width, out, out_stride);
         return;

@@ -136,17 +136,17 @@ inline void exponents(const Item& item, const Scratch& scratch, float* partials,
     }
 }
 
-// Weights as bytes relative to the largest. Returns what one unit is.
-inline float to_bytes(const Floats* weights, uint8_t* bytes) {
-    const float most = max_lanes(maximum(largest(weights), splat(1e-35f)));
-    const Floats inverse = splat(127.0f / most);
+// One unit of weights as bytes up to 127, from the largest by lanes.
+inline float byte_unit(Floats largest) { return max_lanes(maximum(largest, splat(1e-35f))) * (1.0f / 127.0f); }
+
+inline void to_bytes(const float* weights, float unit, uint8_t* bytes) {
+    const Floats inverse = splat(1.0f / unit);
     Floats scaled[kPageVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kPageVectors; i++) {
-        scaled[i] = weights[i] * inverse;
+        scaled[i] = load<Floats>(weights + i * kLanes) * inverse;
     }
     store_bytes(bytes, scaled);
-    return most * (1.0f / 127.0f);
 }
 
 }  // namespace

@@ -139,6 +139,9 @@ inline void add_sums(int n, const WeightRows& rows, int plane) {
     }
 }
 
+// Before all else of these rows: tiles wait for bytes that were just written.
+void begin_values(const Passing& values) { values.prepare_values(0); }
+
 // The products of the next planes run while sums become floats.
 void weigh_rows(int n, const Passing& values, const WeightRows& rows) {
     constexpr size_t kQuad = kGroup * 4;
@@ -151,11 +154,10 @@ void weigh_rows(int n, const Passing& values, const WeightRows& rows) {
         }
     };
     load_tile<kLeft>(rows.bytes, kTokens);
-    values.prepare_values(0);
     begin(0);
     for (int group = 0; group < groups; group++) {
-        multiply_planes<2>(values.at(group) + kQuad / 2, kQuad);
         values.prepare_values(group + 1);
+        multiply_planes<2>(values.at(group) + kQuad / 2, kQuad);
         add_sums<0>(n, rows, group * kGroup);
         begin(group + 1);
         add_sums<2>(n, rows, group * kGroup + kGroup / 2);
