@@ -89,6 +89,11 @@ class Refusals(unittest.TestCase):
             self.refused(1, "is not", kind, arguments=["attn-bench", "-c", "64", flag, model])
         self.assertEqual(model.read_bytes(), b"GGUF and weights")
 
+    def test_a_benchmark_says_which_recipes_it_cannot_fill(self):
+        for recipe in ("kivi128", "kitty", "ott", "kvarn:paper"):
+            self.refused(1, "fills pages of 64 tokens", "have 128", arguments=["attn-bench", "-c", "64", "--kv", recipe])
+        self.refused(1, "needs an artefact", arguments=["attn-bench", "-c", "64", "--kv", "oscar"])
+
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],
                               capture_output=True, text=True, timeout=60,

@@ -107,7 +107,8 @@ class Slots:
         return os.path.join(self.folder, f"{name}.{what}.{self.count}")
 
     def file(self, flags, tokens):
-        return self.path(f"{tokens}.{repeated(flags) or '.'.join(os.path.basename(word.strip('-')) for word in flags.split())}")
+        words = [os.path.basename(word.strip("-")) for word in flags.split()]
+        return self.path(f"{tokens}.{repeated(flags) or re.sub('[^A-Za-z0-9._-]', '_', '.'.join(words))}")  # a server takes no others
 
     def fill(self, flags, prompt, depths):
         """The files of these first tokens of the prompt, where they are missing."""

@@ -67,6 +67,9 @@ Ours::Ours(const Task& task, const std::string& recipe_name, Isa isa) : state_(s
     s.rows = &rows;
     const Recipe& recipe = find_recipe(recipe_name);
     if (!recipe.coded() || recipe.needs_artefact()) { fail("attn-bench makes its own tables: {} needs an artefact or has no codes; take had2", recipe_name); }
+    if (recipe.page_tokens != kPageTokens) {
+        fail("attn-bench fills pages of {} tokens, and those of {} have {}: take had2, or kivi32 for a recipe of groups", kPageTokens, recipe_name, recipe.page_tokens);
+    }
     s.tables = layer_tables(recipe, 0, heads, page_format(recipe, dim, dim), nullptr);
     s.maps = attention_maps(s.tables);
     s.layer = {.n_head = rows.shape.n_head,
