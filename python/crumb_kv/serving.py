@@ -8,6 +8,7 @@ import torch
 
 from . import models
 from .blocks import PAGE, Rules, tile_groups
+from .decode import ALIGNMENT, Standing, can_stand
 from .heads import heads_of_rank
 from .layer import CHUNK, make_layers, multiprocessors
 from .windows import PIECE, Windows, slots_for
@@ -66,9 +67,7 @@ class Work:
     coded: torch.Tensor
     exact: torch.Tensor
     sink: int
-
-
-ALIGNMENT = 16  # numbers of 4 bytes: 64 bytes
+    stands: bool = False  # may be captured: what it needs beside has no other owner
 
 
 def _on_device(arrays, device):
@@ -107,6 +106,8 @@ class Served:
     all of them; numbers: of the layers that are here; config: the text model's; weights: as why_not_this_artefact() takes them;
     sequences, longest: how many run at once, and the tokens of the longest; device: where K, V and queries lie."""
 
+    CAPTURING = ("cuda",)  # devices with graphs
+
     def __init__(self, engine, logger, options, shapes, numbers, config, weights, rank, size, sequences, longest,
                  device=torch.device("cpu")):
         self.engine, self.logger, self.options, self.device = engine, logger, options, device
@@ -123,9 +124,10 @@ class Served:
         self._multiprocessors = multiprocessors(device)
         self._chunk = CHUNK if all(coder.takes_chunks(device) for coder in self.coders.values()) else None
         self.sequences, self._longest = sequences, longest
-        self.n_slots = slots_for(self.rules, sequences + options.spare_windows, longest)
+        self.can_stand = device.type in self.CAPTURING and can_stand(self.rules, sequences)
+        self.n_slots = slots_for(self.rules, sequences + options.spare_windows, longest) + self.can_stand
         self.windows_bytes = self.n_slots * self.exact_block_bytes
-        self.windows = None
+        self.windows, self._standing, self._full = None, None, None
         self.counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._workspace, self._workspace_sizes = torch.zeros(0, dtype=torch.uint8, device=device), {}
         self._out = torch.zeros(0, dtype=torch.float32, device=device)  # an engine may have another default
@@ -149,7 +151,9 @@ class Served:
 
     def take_windows(self):
         """The memory of the exact rows."""
-        self.windows = Windows(self.rules, self.n_slots)
+        self.windows = Windows(self.rules, self.n_slots - self.can_stand)
+        if self.can_stand:
+            self._standing = Standing(self.rules, self.sequences, -(-self._longest // PAGE), self.n_slots - 1, self.device)
         self.exact = {number: torch.zeros(self.n_slots, coder.exact_block_bytes, dtype=torch.uint8, device=self.device)
                       for number, coder in self.coders.items()}
 
@@ -183,26 +187,61 @@ class Served:
                          room * PAGE, n_pages / room)
         return memory
 
+    def pool_of(self, number):
+        """uint8 [pages, block_bytes]: where the engine keeps the pages of a layer. Asked for if can_stand."""
+        raise NotImplementedError
+
     # A step.
 
     def work(self, tables, lengths, counts):
         """What a step does in every layer, as Windows.step() says."""
-        work = _work_of(self.windows.step(tables, lengths, counts), self.device, self._chunk)
+        self._encode_full()
+        pieces = self._pieces(tables, lengths, counts)
+        if self._standing is None or max(counts, default=0) > 1:
+            return _work_of(pieces, self.device, self._chunk)
+        saved, jobs = (np.concatenate([getattr(piece, name) for piece in pieces] or [np.zeros((0, 4), np.int32)]) for name in ("saved", "jobs"))
+        saved, self._full = _on_device([saved, jobs], self.device)
+        self._encode(saved)
+        self._standing.write(pieces)
+        return self.standing(sum(counts)) if pieces else []
+
+    def standing(self, n):
+        """The work of a step of n tokens, each of another sequence, as it was written last."""
+        if self._standing is None:
+            raise RuntimeError("crumb_kv: a step of this engine cannot be captured")
+        slots, positions, rows, coded, exact = self._standing.first(n)
+        none = torch.zeros(0, 4, dtype=torch.int32, device=self.device)
+        return [Work(slice(0, n), slots, positions, none, none, [rows], coded, exact, self.rules.sink, stands=True)]
+
+    def _pieces(self, tables, lengths, counts):
+        pieces = self.windows.step(tables, lengths, counts)
         if self.windows.aged_early_tokens and not self._warned:
             self._warned = True
             self.logger.warning("crumb: a prefix was found whose window is gone: its newest tokens are read through their codes. Raise "
                                 "spare_windows (it is %d) if answers must not depend on what is in the cache", self.options.spare_windows)
-        return work
+        return pieces
+
+    def _encode_full(self):
+        """Blocks that the step before has filled."""
+        if self._full is not None:
+            self._encode(self._full)
+            self._full = None
+
+    def _encode(self, jobs):
+        """In all layers."""
+        for number, coder in self.coders.items() if len(jobs) else ():
+            torch.ops.crumb.encode(coder.handle, jobs, self.exact[number], self.pool_of(number), self.counts, self._tables[number])
 
     def attend(self, number, work, query, key, value, coded):
         """query [tokens, heads, D], key, value [tokens, KV heads, D] of this rank; coded: uint8 [pages, block_bytes]. Returns
         float32 [tokens, heads, D_v], which is good until the next call; rows that only pad the step have any value."""
         coder, exact, tables, ops = self.coders[number], self.exact[number], self._tables[number], torch.ops.crumb
+        stands = any(piece.stands for piece in work)
         handle = coder.handle
         if self.order is not None:
             query, key = query[..., self.order], key[..., self.order]
         q, k, v = query.float(), key.to(torch.bfloat16).contiguous(), value.to(torch.bfloat16).contiguous()
-        out = self._room(len(q), q.shape[1], v.shape[2])
+        out = q.new_empty(*q.shape[:2], v.shape[2]) if stands else self._room(len(q), q.shape[1], v.shape[2])
         for piece in work:
             if len(piece.saved) > 0:
                 ops.encode(handle, piece.saved, exact, coded, self.counts, tables)
@@ -211,7 +250,7 @@ class Served:
                 ops.encode(handle, piece.jobs, exact, coded, self.counts, tables)
             for rows in piece.rows:
                 step = (rows, piece.coded, piece.exact, piece.sink, self._multiprocessors)
-                workspace = self._work_room(*rows.shape[:2], piece.coded.shape[1])
+                workspace = self._work_room(*rows.shape[:2], piece.coded.shape[1], stands)
                 ops.plan(handle, *step, workspace)
                 ops.attend(handle, q, *step, coded, exact, tables, None, workspace, out)
         return out
@@ -221,11 +260,13 @@ class Served:
             self._out = torch.zeros(tokens * heads * dim, dtype=torch.float32, device=self.device)
         return self._out[: tokens * heads * dim].view(tokens, heads, dim)
 
-    def _work_room(self, n_tiles, rows_per_tile, blocks):
+    def _work_room(self, n_tiles, rows_per_tile, blocks, new=False):
         """What plan() and attend() of any layer write in between."""
         shape = (n_tiles, rows_per_tile, -(-blocks // PAGE) * PAGE)  # it changes seldom, and is asked for in every layer
         if shape not in self._workspace_sizes:
             self._workspace_sizes[shape] = max(coder.workspace_bytes(self.device, *shape) for coder in self.coders.values())
+        if new:
+            return torch.empty(self._workspace_sizes[shape], dtype=torch.uint8, device=self.device)
         if len(self._workspace) < self._workspace_sizes[shape]:
             self._workspace = torch.empty(self._workspace_sizes[shape], dtype=torch.uint8, device=self.device)
         return self._workspace

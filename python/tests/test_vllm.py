@@ -346,8 +346,12 @@ def test_a_step_on_a_gpu_is_read_on_the_host_and_dummies_are_nobodys(builders):
     assert steps.given == [([[5, 6], [7, 9], [0, 9]], [70, 64, 0], [3, 1, 0]), ([[0], [0]], [1, 1], [0, 0])]
 
 
-def test_attention_is_never_in_a_cuda_graph():
-    from crumb_kv.vllm.backend import CrumbBuilder
-    from vllm.v1.attention.backend import AttentionCGSupport
+@pytest.mark.parametrize("can_stand, support", [(False, "NEVER"), (True, "UNIFORM_SINGLE_TOKEN_DECODE")])
+def test_attention_is_in_a_cuda_graph_where_its_tables_stand(monkeypatch, can_stand, support):
+    from crumb_kv.vllm import backend
 
-    assert CrumbBuilder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
+    served = SimpleNamespace(can_stand=can_stand, steps=0, say_capacity_once=lambda: None, standing=lambda n: [n])
+    monkeypatch.setattr(backend, "served_by", lambda config: served)
+    assert backend.CrumbBuilder.get_cudagraph_support(None, None).name == support
+    builder = backend.CrumbBuilder(None, [], None, torch.device("cpu"))
+    assert builder.build_for_cudagraph_capture(SimpleNamespace(num_reqs=3)) == [3] and builder.steps == 0  # it is no step

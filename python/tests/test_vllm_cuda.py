@@ -18,7 +18,8 @@ from test_vllm import CHUNK, MEMORY, RECIPE, SHORT, job, run  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not (has_cuda() and torch.cuda.is_available()), reason="needs a GPU and a crumb_kv built with CRUMB_CUDA=ON")
 
-GRAPHS = {"mode": 0, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}  # 0: not compiled
+GRAPHS = {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}  # 0: not compiled
+KINDS = ["fp32", "bf16", "between", "whole"]  # CUDA graphs of what is between attention, and of whole steps
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,15 @@ def engines(folder, tmp_path_factory, served_artefact, text, chat):
     prompts, crumb = served.prompts(text, chat), {"recipe": RECIPE, "artefact": str(served_artefact), **SHORT}
     tasks = served.tasks(text, prompts)
     refused = [job(folder, crumb={"recipe": "q8", "artefact": str(served_artefact)}), job(folder, crumb=crumb, attention_backend="FLASH_ATTN")]
-    (fp32, bf16, *refused), log = run(tmp_path_factory.mktemp("crumb"), [
+    bf16 = lambda **more: job(folder, served.flat(tasks), crumb, dtype="bfloat16", **more)
+    graphs = lambda mode: {**bf16(compilation_config={**GRAPHS, "cudagraph_mode": mode}), "eager": False}
+    (fp32, eager, whole, *refused), log = run(tmp_path_factory.mktemp("crumb"), [
         job(folder, served.flat(tasks), crumb, operators="torch", ir_op_priority={"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}),
-        job(folder, served.flat(tasks), crumb, dtype="bfloat16"), *refused])
-    between = job(folder, served.flat(tasks), crumb, dtype="bfloat16", compilation_config=GRAPHS)
-    (graphs,), _ = run(tmp_path_factory.mktemp("graphs"), [{**between, "eager": False}], VLLM_USE_BREAKABLE_CUDAGRAPH="1")
+        bf16(), graphs("FULL_DECODE_ONLY"), *refused])
+    (between,), _ = run(tmp_path_factory.mktemp("graphs"), [graphs("PIECEWISE")], VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     (without,), _ = run(tmp_path_factory.mktemp("without"), [job(folder, served.flat(tasks), dtype="bfloat16")])
-    assert "refused" not in {**fp32, **bf16, **graphs, **without}, log[-4000:]
-    kinds = {"fp32": fp32, "bf16": bf16, "graphs": graphs, "without": without}
+    assert "refused" not in {**fp32, **eager, **between, **whole, **without}, log[-4000:]
+    kinds = {"fp32": fp32, "bf16": eager, "between": between, "whole": whole, "without": without}
     return {"prompts": prompts, "log": log, "refused": [got.get("refused", "no") for got in refused],
             **{kind: {**served.by_name(tasks, got["results"]), **got["facts"]} for kind, got in kinds.items()}}
 
@@ -46,7 +48,7 @@ def ours(folder, served_artefact):
 
 
 def test_every_layer_is_crumbs_and_has_its_own_page_size(engines, ours):
-    for kind in ("fp32", "bf16", "graphs"):
+    for kind in KINDS:
         assert engines[kind]["implementations"] == ["CrumbImpl"] and engines[kind]["counts"] == [0, 0]
         assert engines[kind]["page_bytes"] == [coder.block_bytes for coder in ours[1]().coders]
     assert f"crumb: KV cache in {RECIPE}, artefact " in engines["log"]
@@ -70,22 +72,22 @@ def test_answers_are_those_of_transformers(engines, ours):
         assert out[0, len(prompt) :].tolist() == got["tokens"][0]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "graphs"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_that_is_found_changes_nothing(engines, kind):
     got = engines[kind]
     assert got["solo"][0]["cached"] == [0] and got["hit"]["cached"][0] >= 640 and got["aged_early_tokens"] == 0
     assert got["hit"]["tokens"] == got["again"]["tokens"] == got["solo"][0]["tokens"]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "graphs"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sixteen_at_once_answer_as_each_alone(engines, kind):
     assert engines[kind]["together"]["tokens"] == 4 * [solo["tokens"][0] for solo in engines[kind]["solo"]]
 
 
-def test_graphs_change_nothing(engines):
-    for name in ("score", "together"):
-        a, b = engines["bf16"][name], engines["graphs"][name]
-        assert a == b if name == "score" else a["tokens"] == b["tokens"]
+@pytest.mark.parametrize("kind", ["between", "whole"])
+def test_graphs_change_nothing(engines, kind):
+    assert engines[kind]["score"] == engines["bf16"]["score"]
+    assert engines[kind]["together"]["tokens"] == engines["bf16"]["together"]["tokens"]
 
 
 def test_blocks_in_equal_memory(engines):

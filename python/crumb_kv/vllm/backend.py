@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -100,7 +100,12 @@ def __getattr__(name):
 
 class CrumbBuilder(AttentionMetadataBuilder):
     """There is a builder for each page size; all of a step return the same. A step has as many parts as its sequences ask for, and its
-    tables are made on the host: attention runs between CUDA graphs and never in one (cudagraph_support of the base: NEVER)."""
+    tables are made on the host. So attention runs between CUDA graphs, but if every sequence has one token: then it can be in one."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        stands = served_by(vllm_config).can_stand
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if stands else AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -111,6 +116,10 @@ class CrumbBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         self.steps += 1
         return self.served.step(self.steps, common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        """No step: what it is captured with is not read."""
+        return self.served.standing(common_attn_metadata.num_reqs)
 
 
 class CrumbImpl(AttentionImpl):

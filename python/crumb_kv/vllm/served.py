@@ -131,5 +131,10 @@ class Served(serving.Served):
         return self._work
 
     def attend_to(self, number, work, query, key, value, kv_cache, output):
-        coded = kv_cache.as_strided((len(kv_cache), self.coders[number].block_bytes), (kv_cache.stride(0), 1))
-        return output.copy_(self.attend(number, work, query, key, value, coded).view_as(output))
+        return output.copy_(self.attend(number, work, query, key, value, self._pool(number, kv_cache)).view_as(output))
+
+    def pool_of(self, number):
+        return self._pool(number, self.attentions[number].kv_cache)
+
+    def _pool(self, number, kv_cache):
+        return kv_cache.as_strided((len(kv_cache), self.coders[number].block_bytes), (kv_cache.stride(0), 1))
