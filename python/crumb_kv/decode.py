@@ -2,9 +2,9 @@
 captured once and replayed with whatever its memory says.
 
 A graph does the same in every step, so three things are done otherwise than in other steps. Blocks that lose their slot are encoded
-before it. Blocks that have become full are encoded before the next step: until then nobody reads their codes, if `recent` is a block
-or more. And sequences whose sinks have their codes only, elsewhere a Piece of their own, stand among the others as if they began later:
-behind as many blocks of nobody as the sinks take, which their rows do not see."""
+before it. Blocks that have become full are encoded before the next step, which is the first to read their codes, unless `recent` is 0.
+And sequences whose sinks have their codes only, elsewhere a Piece of their own, stand among the others as if they began later: behind
+as many blocks of nobody as the sinks take, which their rows do not see."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ ALIGNMENT = 16  # numbers of 4 bytes
 
 
 def can_stand(rules, sequences):
-    return rules.recent >= PAGE and sequences <= PIECE
+    return rules.recent > 0 and sequences <= PIECE
 
 
 class Standing:

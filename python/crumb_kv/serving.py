@@ -114,8 +114,7 @@ class Served:
         self.rules = Rules(options.sink, options.recent)
         whole = make_layers(options.recipe, shapes, options.artefact)
         self._check_artefact(config, shapes, weights)
-        order = models.channel_order(config, shapes[0].dim_k)
-        self.order = None if order is None else order.to(device)
+        self.interleaved = models.channel_order(config, shapes[0].dim_k) is not None
         first, n = heads_of_rank(shapes[0].n_head_kv, rank, size)
         self.coders = {number: whole[number].slice(first, n, shapes[0].n_head // size // n) for number in numbers}
         self.block_bytes = sum(coder.block_bytes for coder in self.coders.values())
@@ -238,9 +237,7 @@ class Served:
         coder, exact, tables, ops = self.coders[number], self.exact[number], self._tables[number], torch.ops.crumb
         stands = any(piece.stands for piece in work)
         handle = coder.handle
-        if self.order is not None:
-            query, key = query[..., self.order], key[..., self.order]
-        q, k, v = query.float(), key.to(torch.bfloat16).contiguous(), value.to(torch.bfloat16).contiguous()
+        q, k, v = self._in_order(query, torch.float32), self._in_order(key, torch.bfloat16).contiguous(), value.to(torch.bfloat16).contiguous()
         out = q.new_empty(*q.shape[:2], v.shape[2]) if stands else self._room(len(q), q.shape[1], v.shape[2])
         for piece in work:
             if len(piece.saved) > 0:
@@ -254,6 +251,12 @@ class Served:
                 ops.plan(handle, *step, workspace)
                 ops.attend(handle, q, *step, coded, exact, tables, None, workspace, out)
         return out
+
+    def _in_order(self, heads, dtype):
+        """As models.channel_order() says, in one copy."""
+        if not self.interleaved:
+            return heads.to(dtype)
+        return heads.unflatten(-1, (2, -1)).transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format).flatten(-2)
 
     def _room(self, tokens, heads, dim):
         if self._out.numel() < tokens * heads * dim:

@@ -66,7 +66,7 @@ def conversation(engine, padding=0, others=0):
     return results
 
 
-@pytest.mark.parametrize("rules", [dict(sink=64, recent=64), dict(sink=0, recent=128), dict(sink=70, recent=256)])
+@pytest.mark.parametrize("rules", [dict(sink=64, recent=64), dict(sink=0, recent=128), dict(sink=70, recent=256), dict(sink=64, recent=1)])
 @pytest.mark.parametrize("others", [0, 25])
 def test_standing_steps_equal_others(rules, others):
     """After 25 others the prefix has its codes only, its sinks too."""
@@ -96,6 +96,6 @@ def test_its_memory_stays_where_it_is():
 
 
 def test_who_cannot_stand():
-    assert can_stand(Rules(0, 64), 512) and not can_stand(Rules(64, 63), 1) and not can_stand(Rules(64, 256), 513)
+    assert can_stand(Rules(0, 1), 512) and not can_stand(Rules(64, 0), 1) and not can_stand(Rules(64, 256), 513)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         Engine().standing(1)

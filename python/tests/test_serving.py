@@ -1,11 +1,14 @@
 """What a step of a serving engine hands to a device, beside the Pieces that it is made of."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from crumb_kv import models
 from crumb_kv.blocks import NONE, PAGE, TILE, Rules, tile_groups, tiles
-from crumb_kv.serving import _on_device, _work_of
+from crumb_kv.serving import Served, _on_device, _work_of
 from crumb_kv.windows import Windows, slots_for
 
 CPU, CHUNK, RULES = torch.device("cpu"), 128, Rules(sink=64, recent=64)
@@ -56,6 +59,16 @@ def test_tensors_are_what_the_pieces_say(counts):
             assert np.array_equal(getattr(got, name).numpy(), getattr(piece, name)), name
         for made, wanted in zip(got.rows, tile_groups(piece.rows, piece.tokens, CHUNK), strict=True):
             assert np.array_equal(made.numpy(), wanted)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_copied_in_the_order_of_gguf(model_type, dtype):
+    order = models.channel_order(SimpleNamespace(model_type=model_type), 64)
+    heads = torch.randn(5, 9 * 64).bfloat16()[:, 64:-64].view(5, 7, 64)  # as a part of Q, K and V together
+    got = Served._in_order(SimpleNamespace(interleaved=order is not None), heads, dtype)
+    assert got.dtype == dtype and torch.equal(got, (heads if order is None else heads[..., order]).to(dtype))
+    assert order is None or got.is_contiguous()
 
 
 def test_arrays_are_aligned_for_a_device():
