@@ -106,7 +106,7 @@ class _Run:
         self.sides, self.shapes, self.coded = sides, shapes, False
         self.order = None if order is None else order.to(device)
         self.back = None if order is None else torch.argsort(self.order)
-        self.far = _read_through_codes(n, rules, device)
+        self.far = calibration.Far(rules.sink, rules.edge(np.arange(n)))  # docs/design/position-rule.md
 
     def attention(self, module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
         stored = lambda x: x + (x.bfloat16() - x).detach()  # what the cache holds
@@ -128,12 +128,6 @@ class _Run:
         else:
             coded_k = through(k_side, k[..., self.order])[..., self.back]
         return calibration._noisy_attention(q, k, v, coded_k - k, through(v_side, v) - v, self.far, shape)
-
-
-def _read_through_codes(n, rules, device):
-    """[n, n]: whether query t reads token j through codes (docs/design/position-rule.md)."""
-    edge = torch.from_numpy(rules.edge(np.arange(n))).to(device)
-    return (torch.arange(n, device=device) >= rules.sink) & (torch.arange(n, device=device) < edge[:, None])
 
 
 def _require_output(file):
@@ -200,16 +194,17 @@ def _learn(head, exact, ours):
     return cost.item()
 
 
-def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500_000, window=4096, rate=0.003, minutes=None, report=None):
+def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500_000, window=8192, rate=0.003, minutes=None, report=None):
     """Trains the bases of `artefact` on texts (strings), for `recipe`, and writes the artefact `file`, which the crumb program and
     CrumbCache take like the other. The artefact may be one of calibrate() or one of crumb calibrate for a GGUF of this model.
     Layers with a sliding window stay as they are.
 
-    tokens: of all texts together, a window of `window` a step, read without codes, and with them, and gone back through. minutes: at
-    most, to the end of a step. rate: of learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step,
+    tokens: of all texts together, a window of `window` (at most what the model knows positions for) a step, read without codes, and with
+    them, and gone back through. What lies deeper than a window is not trained for. minutes: at most, to the end of a step. rate: of learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step,
     nats a token. Wants a GPU for models of any size. Every 25 steps the artefact so far goes to FILE.unfinished: if training is cut off, it
     may be used, or be the `artefact` of another call. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
     shapes, rules = models.shapes_of(model, leave_windows=True), Rules()
+    window = min(window, getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", window))
     models.check_artefact(model, artefact, shapes)
     if not recipe.startswith("planes"):
         raise ValueError(f"'{recipe}' has no bases that could be trained: type recipe='planes', or a rate like 'planes:1.5'")
@@ -218,9 +213,11 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
     if window < first + PAGE or not windows:
         raise ValueError(f"training needs windows of {first + PAGE} tokens or more, whole ones, and {tokens} tokens in windows of {window} "
                          "of these texts have none: give longer texts")
+    if minutes is not None and minutes <= 0:
+        raise ValueError(f"minutes is {minutes}: give more than 0, or leave it out and read all of the texts")
     _require_output(file)
     device = model.get_input_embeddings().weight.device
-    head, sides = _Head(model, windows[0][:, :PAGE].to(device)), _sides(str(artefact), recipe, shapes, device)
+    sides = _sides(str(artefact), recipe, shapes, device)
     order = models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k)
     run = _Run(sides, shapes, order, rules, window, device)
     parameters = [p for of_layer in sides.values() for side in of_layer for p in (side.turn, side.stretch)]
@@ -237,6 +234,7 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
         AttentionInterface.register("crumb-tune", run.attention)
         AttentionMaskInterface.register("crumb-tune", calibration._mask)
         model.set_attn_implementation("crumb-tune")
+        head = _Head(model, windows[0][:, :PAGE].to(device))
         for step, ids in enumerate(windows):
             done = max(step / len(windows), (time.monotonic() - begun) / (60 * minutes) if minutes else 0)
             if done >= 1:

@@ -108,6 +108,19 @@ def test_the_metric_predicts_what_noise_costs(model, monkeypatch):
     model.requires_grad_(True)
 
 
+@pytest.mark.parametrize("puts, says", [(False, False), (True, False), (False, True), (True, True)])
+def test_texts_begin_as_the_tokenizer_has_it(puts, says):
+    class Tokenizer(Words):
+        bos_token_id, add_bos_token = 3, says
+
+        def __call__(self, words, add_special_tokens):
+            ids = super().__call__(words, add_special_tokens)["input_ids"]
+            return {"input_ids": [3] * (puts and add_special_tokens) + ids}
+
+    (first, _), (second, _) = calibration._windows(Tokenizer(), [" ".join(["5"] * 600)], 600, 300)
+    assert (first[0, :2].tolist() == second[0, :2].tolist() == ([3, 5] if puts or says else [5, 5])) and first.shape == (1, 300)
+
+
 def test_labels_are_drawn_as_often_as_they_are_likely():
     p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0]).repeat(20000, 1)
     counts = torch.bincount(calibration._drawn(p, torch.Generator().manual_seed(0)), minlength=6)

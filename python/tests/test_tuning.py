@@ -1,5 +1,8 @@
 """tune() on a small random model: its codes are the cache's, it learns, and what it writes is an artefact like any other."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma3TextConfig
@@ -15,12 +18,12 @@ RECIPE = "planes:2.25"
 @pytest.fixture(scope="module")
 def trained(model, artefact):
     file = artefact.with_name("trained.safetensors")
-    costs = tune(model, Words(), [words(6000, 3), words(6000, 4)], artefact, file, recipe=RECIPE, tokens=12000, window=480, rate=0.01)
+    costs = tune(model, Words(), [words(9000, 3), words(9000, 4)], artefact, file, recipe=RECIPE, tokens=18000, window=480, rate=0.01)
     return file, costs
 
 
 def cost(model, artefact, seed=9, n=640):
-    """Nats a token, of text that nothing has seen."""
+    """Nats a token, of text that nothing has seen. Leaves the model with the attention of the cache."""
     ids = text(n, seed=seed)
     with torch.no_grad():
         exact = model(ids, past_key_values=CrumbCache(model, "had2", recent=n)).logits[0, 320:]
@@ -29,10 +32,9 @@ def cost(model, artefact, seed=9, n=640):
 
 def test_it_learns(model, artefact, trained):
     file, costs = trained
-    before = [cost(model, artefact, seed) for seed in (9, 10)]
-    after = [cost(model, file, seed) for seed in (9, 10)]
-    assert sum(after) < 0.93 * sum(before), (before, after)
-    assert sum(costs[-5:]) < sum(costs[:5])
+    before, after = ([cost(model, of, seed) for seed in range(9, 13)] for of in (artefact, file))
+    assert sum(after) < 0.95 * sum(before), (before, after)
+    assert len(costs) == 36 and min(costs) > 0
 
 
 def test_training_sees_what_the_cache_costs(model, artefact):
@@ -69,7 +71,7 @@ def test_codes_pass_gradients_through(model, artefact):
 
 def test_the_artefact_says_so(artefact, trained):
     said, before = (header(file)["__metadata__"] for file in (trained[0], artefact))
-    assert said["method"] == before["method"] + "; bases trained for planes:2.25 on 24 windows of 480 tokens"
+    assert said["method"] == before["method"] + "; bases trained for planes:2.25 on 36 windows of 480 tokens"
     assert said["model.hash"] == before["model.hash"] and len(said["text_sketch"]) > len(before["text_sketch"])
     assert header(trained[0]).keys() == header(artefact).keys()
 
@@ -91,12 +93,12 @@ def gemma():
 
 
 def test_layers_with_windows_stay_as_they_are(gemma, tmp_path):
-    base, file, texts = tmp_path / "base", tmp_path / "trained", [words(6000, 1), words(6000, 2)]
-    calibrate(gemma, Words(), texts, base, tokens=2500, window=640)
+    base, file, again = tmp_path / "base", tmp_path / "trained", " ".join(20 * [words(480, 1)])
+    calibrate(gemma, Words(), [words(1500, 1), words(1500, 2)], base, tokens=2500, window=640)
     assert {name.split(".")[1] for name in header(base) if name.startswith("layers.")} == {"1", "4"}
-    costs = tune(gemma, Words(), texts, base, file, tokens=12000, window=480, rate=0.01)
+    costs = tune(gemma, Words(), [again], base, file, tokens=12000, window=480, rate=0.01)
     assert header(file).keys() == header(base).keys() and header(file)["__metadata__"]["model.n_layer"] == "5"
-    assert sum(costs[-5:]) < 0.97 * sum(costs[:5])
+    assert len(costs) == 20 and max(costs[-5:]) < 0.9 * min(costs[:5]), costs
 
 
 def test_what_is_not_coded_is_what_the_model_computes(gemma, monkeypatch):
@@ -126,19 +128,37 @@ def test_learning_in_pieces_is_learning():
     assert torch.allclose(found.grad, wanted.grad, atol=1e-7)
 
 
-def test_blocks_of_queries_change_nothing(model, monkeypatch):
-    shape, (q, k, v) = models.shapes_of(model)[0], (torch.randn(heads, 300, 32) for heads in (4, 2, 2))
-    noise, far = torch.randn(2, 2, 300, 32), calibration._far(300, Rules(16, 32), "cpu")
-    whole = calibration._causal_attention(q, k, v, shape), calibration._noisy_attention(q, k, v, *noise, far, shape)
-    monkeypatch.setattr(calibration, "BLOCK", 64)
-    parts = calibration._causal_attention(q, k, v, shape), calibration._noisy_attention(q, k, v, *noise, far, shape)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, parts))
-    assert not torch.allclose(*whole, atol=0.1)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_attention_reads_what_is_far_with_its_noise(model, monkeypatch, softcap):
+    """Against all logits at once, and whatever the blocks are."""
+    n, rules = 300, Rules(16, 32)
+    shape, (q, k, v) = replace(models.shapes_of(model)[0], softcap=softcap), (torch.randn(heads, n, 32) for heads in (4, 2, 2))
+    noise = [torch.randn(2, n, 32, requires_grad=True) for _ in range(2)]
+    past, t, j = torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)[:, None], torch.arange(n)
+
+    def logits(keys):
+        x = q @ keys.repeat_interleave(2, 0).transpose(1, 2) * shape.scale
+        return softcap * (x / softcap).tanh() if softcap else x
+
+    for far in (calibration._far(n, rules), calibration.Far(rules.sink, rules.edge(np.arange(n))), calibration.Far(16, np.full(n, 5))):
+        read = (j >= far.sink) & (j < torch.from_numpy(far.end)[:, None])
+        with torch.enable_grad():
+            weights = torch.where(read, logits(k + noise[0]), logits(k)).masked_fill(~past, -torch.inf).softmax(-1)
+            wanted = weights @ v.repeat_interleave(2, 0) + weights * read @ noise[1].repeat_interleave(2, 0)
+            way_back = torch.autograd.grad(wanted.square().sum(), noise)
+            for block in (1024, 64, 50):
+                monkeypatch.setattr(calibration, "BLOCK", block)
+                found = calibration._noisy_attention(q, k, v, *noise, far, shape)
+                assert torch.allclose(found, wanted, atol=1e-5)
+                assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(torch.autograd.grad(found.square().sum(), noise), way_back))
+        assert torch.allclose(calibration._causal_attention(q, k, v, shape),
+                              logits(k).masked_fill(~past, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 0), atol=1e-5)
 
 
 def test_what_was_trained_stays_when_it_is_cut_off(model, artefact, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "KEEP_EVERY", 2)
     file = tmp_path / "trained"
+    CrumbCache(model, "had2")  # the model's attention may be that of a cache
 
     def cut(step, steps, cost):
         if step == 5:
@@ -168,6 +188,7 @@ def test_a_model_that_rules_tokens_out_is_refused(model, artefact, tmp_path):
     (dict(texts=[]), "windows of 480 of these texts have none"),
     (dict(texts=["1 2 3"]), "windows of 480 of these texts have none"),
     (dict(window=383), "384 tokens or more"),
+    (dict(minutes=0), "minutes is 0: give more"),
     (dict(file="nowhere/a"), "'nowhere/a' cannot be written"),
     (dict(recipe="oscar"), "'oscar' has no bases .*recipe='planes'"),
     (dict(artefact="nowhere.safetensors"), "nowhere.safetensors"),
