@@ -15,6 +15,7 @@ constexpr PageFormat format(int dim, int planes_k, int planes_v, SideInfo info, 
 constexpr PageFormat kScaleZero = format(64, 64, 64, SideInfo::scale_zero, false);
 constexpr PageFormat kTails = format(64, 96, 32, SideInfo::gain8, true);
 constexpr KernelFormat kAny = {{64, 128, SideInfo::gain8, true}, {64, 128, SideInfo::gain8, true}, true};
+constexpr KernelFormat kAnyMore = {{64, 192, SideInfo::gain8, true}, {64, 192, SideInfo::gain8, true}, true};
 constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
 
 class CudaDecode : public testing::Test {
@@ -62,6 +63,11 @@ TEST_F(CudaDecode, AnyPlanes) {
                 cases.ends(4, 2, {700}, 1, 1.0f, true);
             }
         }
+    }
+    const Kernels more = emulated_kernels<kAnyMore, 1>();
+    for (const auto& [k, v] : {std::pair(192, 160), {160, 192}, {32, 64}}) {
+        const Kernels kernels[] = {fitted(more, format(64, k, v, SideInfo::gain8, true))};
+        Cases(machine, kernels).ends(4, 2, {410, 65}, 1, 1.0f, true);
     }
     EXPECT_FALSE(compiled[0].compiled.takes(format(64, 160, 32, SideInfo::gain8, true)));
     EXPECT_FALSE(compiled[0].compiled.takes(format(64, 64, 32, SideInfo::gain16, true)));

@@ -55,6 +55,9 @@ class Coded : Columns<F, NT> {
     using C::kTiles, C::column, C::lane_, C::softcap_, C::acc_, C::top_, C::sum_, C::unset_;
     static constexpr int kMeanGroups = (D::kDimV + 127) / 128;
     static constexpr int kWords = D::kCodeWords / 32;
+    // Most pages want nothing but sums (Columns::plain). They have a path of their own, without a branch between logits and weights: 4 to 10 %
+    // faster with 8 and 12 columns. Not measured with more planes.
+    static constexpr bool kPlainPath = D::kPlanesK <= 128 && D::kPlanesV <= 128;
     static constexpr bool kValuesAhead = D::kGroupsV <= 2 && NT == 1 && !F.any_planes;  // registers for more there are not
 
   public:
@@ -103,14 +106,15 @@ class Coded : Columns<F, NT> {
         using namespace simt;
         const int r = lane_ / 4, q = lane_ % 4;
         float x[NT][8], scale[8], zero[8];
-        logits(p, r, q, x);
         ValueCodes first = {};  // on their way while weights are made
-        if constexpr (kValuesAhead) { first = value_codes(p, 0, r, q); }
+        const auto look = [&] {
+            logits(p, r, q, x);
+            if constexpr (kValuesAhead) { first = value_codes(p, 0, r, q); }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            load_scales<F.v.info>(p + page_.at.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
-        }
-        this->mask(kPageTokens * index, r, x, [&](int i) { scale[i] = zero[i] = 0; });
+            for (int half = 0; half < 2; half++) {
+                load_scales<F.v.info>(p + page_.at.value_info, half, r, head_.v_reference_log2, scale + 4 * half, zero + 4 * half);
+            }
+        };
 
         const float magic = 8388608.0f + 16.0f + 32.0f * float(r);
         u32 fixed[NT][8];
@@ -129,11 +133,21 @@ class Coded : Columns<F, NT> {
                 }
             }
         };
-        this->weigh(x, sums, make, [&](const bool (&out_of_range)[NT]) {
-            float factors[NT];
-            this->rescale(x, scale, out_of_range, factors);
-            scale_sums(factors);
-        });
+        bool weighed = false;
+        if (kPlainPath && this->plain(kPageTokens * index)) {
+            look();
+            weighed = this->weigh_plain(sums, make);
+        }
+        if (!weighed) {
+            look();
+            this->cap(x);
+            this->mask(kPageTokens * index, r, x, [&](int i) { scale[i] = zero[i] = 0; });
+            this->weigh(x, sums, make, [&](const bool (&out_of_range)[NT]) {
+                float factors[NT];
+                this->rescale(x, scale, out_of_range, factors);
+                scale_sums(factors);
+            });
+        }
 #pragma unroll
         for (int n = 0; n < NT; n++) { zeros_[n] += zeros[n]; }
         values(p, first, r, q, fixed);
@@ -263,7 +277,7 @@ class Coded : Columns<F, NT> {
                 }
             };
             const auto codes_of = [&](int g) { return *reinterpret_cast<const Words4*>(p + key_load(page_.planes_k, half, g, r, q)); };
-            if constexpr (F.any_planes) {  // a loop: codes are asked for one group ahead
+            if constexpr (F.any_planes && D::kGroupsK > 2) {  // a loop: codes are asked for one group ahead
                 const int groups = full_groups(page_.planes_k);
                 Words4 next = codes_of(0);  // of a tail, if there is no group
 #pragma unroll 1
@@ -274,7 +288,10 @@ class Coded : Columns<F, NT> {
                 }
             } else {
 #pragma unroll
-                for (int g = 0; g < D::kGroupsK; g++) { multiply(codes_of(g), g); }
+                for (int g = 0; g < D::kGroupsK; g++) {
+                    if (g >= full_groups(page_.planes_k)) { continue; }
+                    multiply(codes_of(g), g);
+                }
             }
             if constexpr (D::kTailK) {
                 if (has_tail(page_.planes_k)) {
@@ -306,7 +323,6 @@ class Coded : Columns<F, NT> {
                 }
             }
         }
-        this->cap(x);
     }
 
     // By what their columns' accumulators were scaled with.

@@ -94,6 +94,33 @@ class Columns {
         }
     }
 
+    // Whether the page of 64 tokens from `first` on wants nothing but sums: all columns see all of it and have tops, nothing is capped,
+    // accumulators have room.
+    CRUMB_DEVICE bool plain(int first) const {
+        return !simt::any(softcap_ > 0 || unset_ != 0 || ((pages_ + 1) & 255) == 0 || all_from_ > first || all_to_ < first + kPageTokens);
+    }
+
+    // Something left [2^23, 2^24).
+    CRUMB_DEVICE static bool out_of_range(u32 any_bits, float sum) { return (any_bits & ~0x4b7fffffu) != 0 || !(sum < 1e30f); }
+
+    // Weights of a plain page, or false and nothing has changed: some are out of range.
+    template <class Make>
+    CRUMB_DEVICE bool weigh_plain(float (&sums)[NT], Make make) {
+        using namespace simt;
+        u32 any_bits[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) { sums[n] = 0, any_bits[n] = 0; }
+        make(any_bits, sums);
+        bool wanted = false;
+#pragma unroll
+        for (int n = 0; n < NT; n++) { wanted |= out_of_range(any_bits[n], sums[n]); }
+        if (any(wanted)) { return false; }
+        pages_++;
+#pragma unroll
+        for (int n = 0; n < NT; n++) { sum_[n] += sums[n]; }
+        return true;
+    }
+
     // Weights of 64 tokens, at most twice: where the first are out of range, or a column has no top yet, tops rise in between. So no
     // numbers can keep a warp here. make(any_bits, sums): the bits of all fixed-point weights of a column, the sum of its weights;
     // raise(out_of_range): rescale(), and whatever goes with the sums.
@@ -104,24 +131,24 @@ class Columns {
         for (int attempt = 0;; attempt++) {
             bool wanted = attempt == 0 && (++pages_ & 255) == 0;  // make room in the accumulators
             u32 any_bits[NT];
-            bool out_of_range[NT];
+            bool left[NT];
 #pragma unroll
             for (int n = 0; n < NT; n++) { sums[n] = 0, any_bits[n] = 0; }
             make(any_bits, sums);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                out_of_range[n] = (any_bits[n] & ~0x4b7fffffu) != 0 || !(sums[n] < 1e30f);  // something left [2^23, 2^24)
-                wanted |= out_of_range[n];
+                left[n] = out_of_range(any_bits[n], sums[n]);
+                wanted |= left[n];
             }
             if (attempt == 0 && any(unset_ != 0)) {
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
-                    for (int i = 0; i < 8; i++) { out_of_range[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
-                    wanted |= out_of_range[n];
+                    for (int i = 0; i < 8; i++) { left[n] |= (unset_ >> n & 1) && x[n][i] > -float_of(0x7f800000u); }
+                    wanted |= left[n];
                 }
             }
             if (attempt == 1 || !any(wanted)) { break; }
-            raise(out_of_range);
+            raise(left);
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) { sum_[n] += sums[n]; }

@@ -213,12 +213,13 @@ class Decode {
         constexpr int kItems = kPageTokens / kExactTokens;
         const auto window = [&](int item) { return ids[tile.exact_group(item - tile.n_coded) / kItems]; };
         if (record.first < coded_end) {
+            const int first_block = tile.coded_first;  // or it would be read again for every page
             std::conditional_t<D::kGrouped, Grouped<F, NT>, Coded<F, NT>> coded(a.planes);
             coded.begin(query, reinterpret_cast<u32*>(mine + D::kQueryAt), reinterpret_cast<float*>(mine + D::kMeansAt), a.softcap,
                         a.sink, a.heads[head]);
 #pragma unroll 1
             for (int i = record.first; i < coded_end; i++) {
-                coded.page(ring.wait(), tile.coded_first + i);
+                coded.page(ring.wait(), first_block + i);
                 ring.release();
             }
             coded.finish(entry);
