@@ -104,11 +104,11 @@ class Slots:
 
     def path(self, what):
         name = os.path.splitext(os.path.basename(self.model))[0]
-        return os.path.join(self.folder, f"{name}.{what}.{self.count}")
+        return os.path.join(self.folder, re.sub("[^A-Za-z0-9._-]", "_", f"{name}.{what}.{self.count}"))  # a server takes no others
 
     def file(self, flags, tokens):
         words = [os.path.basename(word.strip("-")) for word in flags.split()]
-        return self.path(f"{tokens}.{repeated(flags) or re.sub('[^A-Za-z0-9._-]', '_', '.'.join(words))}")  # a server takes no others
+        return self.path(f"{tokens}.{repeated(flags) or '.'.join(words)}")
 
     def fill(self, flags, prompt, depths):
         """The files of these first tokens of the prompt, where they are missing."""

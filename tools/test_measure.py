@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What depth.py and sessions.py refuse, what depth.py keeps of earlier runs, and that every tool explains itself.
+"""What depth.py and sessions.py refuse, what depth.py keeps of earlier runs, names of slot files, and that every tool explains itself.
 
 usage: test_measure.py
 """
@@ -9,6 +9,8 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+
+from slots import Slots
 
 TOOLS = Path(__file__).resolve().parent
 RUN = {"cache": "had2", "depth": 0, "round": 0, "load": 1.0, "file": "m.gguf", "threads": 1, "prompt_tokens": 512, "generated_tokens": 32,
@@ -60,6 +62,11 @@ class Measure(unittest.TestCase):
         (self.folder / "file").touch()
         self.refused(1, "file", "sessions.py", "--folder", self.folder / "file")
         self.refused(1, "file", *self.depth("--folder", self.folder / "file"))
+
+    def test_names_of_slot_files_hold_what_a_server_takes(self):
+        slots = Slots("crumb", "models/a model: 1.gguf", self.folder, 1)
+        for flags in ("--kv had2 --override-kv llama.context_length=int:65536", "-ctk q8_0 -ctv q8_0"):
+            self.assertRegex(Path(slots.file(flags, 512)).name, r"^a_model__1\.512\.[A-Za-z0-9._-]+\.1$")
 
     def test_numpy_is_missed_before_the_work(self):
         for tool in (["sessions.py"], ["sessions.py", "--cache", "-ctk q4_0 -ctv q4_0"], ["depth.py", "-o", self.folder / "runs"]):
