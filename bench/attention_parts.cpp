@@ -73,8 +73,9 @@ void measure(int planes, int n, double hertz) {
     float* memory = reinterpret_cast<float*>(bytes);
     const WeightRows rows{weights, units, out, size_t(planes) + 208};  // about that of partials
     Item item;
-    item.n_heads = n;
-    const Tiles tiles(n >= kUnpackKeysFrom);
+    item.n_heads = kLazy ? 1 << 20 : n;  // by tiles, if there are any
+    item.exact.k.dim = planes;
+    const Tiles tiles(true);
     const auto touch = [] { asm volatile("" ::: "memory"); };
     const auto print = [&](int most, int each, auto f) {
         n <= most ? void(std::printf(" %7.0f |", cycles(hertz, each, f))) : void(std::printf("       - |"));
@@ -82,7 +83,7 @@ void measure(int planes, int n, double hertz) {
     std::printf("| %6d | %4d |", planes, n);
     print(kDotRows, n, [&](int page) { score_rows(n, key(page), q.data(), planes, dots), touch(); });
     print(kDotRows, n, [&](int page) { weigh_rows(n, value(page), rows), touch(); });
-    const int unpacked = kLazy && n < kUnpackKeysFrom ? 0 : decltype(keys)::kRows;
+    const int unpacked = decltype(keys)::kRows;
     print(unpacked, n, [&](int) { score_rows(n, keys, q.data(), planes, dots), touch(); });
     print(unpacked, n, [&](int) { begin_values(values), weigh_rows(n, values, rows), touch(); });
     print(kLazy ? 0 : kMostRows, n, [&](int page) { unpack_keys(key(page), bytes), unpack_values(value(page), bytes), touch(); });

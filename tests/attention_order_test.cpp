@@ -19,12 +19,13 @@ void expect_same(const World& world, const World::Result& a, const World::Result
 }
 
 struct Ragged {
-    World world{{6, 2, 64, 80}, {{64, 64, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
+    int heads;
+    World world{{heads, 2, 64, 80}, {{64, 64, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
     std::vector<QueryRow> rows;
     std::vector<QueryRow> few;  // so few tiles that they are split into ranges when there are threads
 
-    explicit Ragged(int query_bits = 8) {
-        world.maps.query_bits = query_bits;
+    explicit Ragged(int heads) : heads(heads) {
+        world.maps.query_bits = heads > 6 ? 15 : 8;
         for (const auto& [length, n] : {std::pair{5, 5}, {2300, 37}, {70, 1}, {4200, 3}, {900, 20}}) {
             add_rows(rows, world.add_sequence(length), length, n, 64);
         }
@@ -34,9 +35,9 @@ struct Ragged {
     }
 };
 
-class AttentionOrder : public testing::TestWithParam<int> {};  // bits of queries: amx reads windows of 15 bits by tiles
+class AttentionOrder : public testing::TestWithParam<int> {};  // query heads: amx reads windows of the many by tiles
 
-INSTANTIATE_TEST_SUITE_P(Bits, AttentionOrder, testing::Values(8, 15));
+INSTANTIATE_TEST_SUITE_P(Heads, AttentionOrder, testing::Values(6, 24));
 
 TEST_P(AttentionOrder, RowsAloneAndInTiles) {
     const Ragged ragged(GetParam());
@@ -105,7 +106,7 @@ TEST_P(AttentionOrder, OneWorkForManyLayers) {
     const Isa isa = best_isa();
     AttentionWork work;
     for (const std::vector<QueryRow>& some : {ragged.rows, ragged.few}) {
-        work.prepare(AttentionPlan(some, 4), 6, 2, ragged.world.layer.format, 4);
+        work.prepare(AttentionPlan(some, 4), ragged.heads, 2, ragged.world.layer.format, 4);
         work.prepare(AttentionPlan(rows, 0), 4, 1, windowed.layer.format, 4);
         const World::Result want = ragged.world.run(isa, some, 4), want_windowed = windowed.run(isa, rows, 0);
         for (const int n_threads : {1, 4, 3, 2, 4}) {

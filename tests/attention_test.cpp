@@ -58,6 +58,13 @@ TEST(Attention, HeadSizes) {
     }
 }
 
+TEST(Attention, HeadSizesOfManyHeads) {
+    for (const auto& [k, v] : {std::pair{32, 32}, {48, 80}, {112, 112}, {96, 48}}) {
+        World world({32, 1, k, v}, codes(k, v, SideInfo::gain16, false));
+        expect_right_at(world, {420, 130}, 2, 4, 64, "32 heads of " + std::to_string(k) + " and " + std::to_string(v));
+    }
+}
+
 TEST(Attention, Planes) {
     for (const int planes : {32, 64, 96, 128, 160, 256}) {
         World world({2, 1, 64, 64}, codes(64, 64, SideInfo::gain8, false, planes, 288 - planes));
@@ -224,7 +231,7 @@ TEST(Attention, RowsWithoutTokensAreZero) {
 // Few heads of a group, and as many as amx reads by tiles.
 class AttentionOfNonsense : public testing::TestWithParam<int> {};
 
-INSTANTIATE_TEST_SUITE_P(Heads, AttentionOfNonsense, testing::Values(4, 12));
+INSTANTIATE_TEST_SUITE_P(Heads, AttentionOfNonsense, testing::Values(4, 48));
 
 TEST_P(AttentionOfNonsense, QueriesThatAreNotFinite) {
     World world({GetParam(), 2, 64, 64}, codes(64, 64, SideInfo::scale_zero, false));

@@ -137,6 +137,7 @@ struct CodedBlock {
     Info k, v;
     alignas(64) float k_mean[kMaxDim];
     Packed keys, values;
+    bool unpacks_keys, unpacks_values;
 
     CodedBlock(const Item& item, const Scratch& scratch, int block) : block(block), seen(item, block, true) {
         const Pages& pages = item.coded;
@@ -155,6 +156,9 @@ struct CodedBlock {
         }
         keys = {page + pages.k.codes, pages.k.planes, next};
         values = {page + pages.v.codes, pages.v.planes, next};
+        const int rows = seen.last - seen.first;
+        unpacks_keys = unpacking_pays(rows * item.q_rows, keys.planes);
+        unpacks_values = unpacks_keys && unpacking_pays(rows, values.planes);
     }
 };
 
@@ -202,13 +206,13 @@ void visit_rows(const Item& item, const Scratch& scratch, float* partials, const
     const auto visit = [&](const auto& keys, const auto& values) {
         visit_codes(item, scratch, partials, at, first, last, keys, values);
     };
-    if ((last - first) * item.q_rows < kUnpackKeysFrom) {
+    if (!at.unpacks_keys) {
         visit(at.keys, at.values);
         return;
     }
     std::byte* digits = reinterpret_cast<std::byte*>(scratch.page);
     const auto unpacked = unpack_keys(at.keys, digits);
-    if (last - first < kUnpackValuesFrom) {
+    if (!at.unpacks_values) {
         visit(unpacked, at.values);
     } else {
         visit(unpacked, unpack_values(at.values, digits + at.keys.planes * kTokens));
@@ -423,7 +427,7 @@ class Ahead {
 void range(const Item& item, const Scratch& scratch, int first, int last, float* partials) {
     clear(item, partials);
     clear_page_sums(item, scratch);
-    const Tiles tiles(item.n * item.q_rows >= kUnpackKeysFrom);
+    const Tiles tiles(unpacking_pays(item.n * item.q_rows, item.coded.k.planes) || reads_windows_by_tiles(item));
     constexpr int kChunk = 64;
     for (int end; first < last; first = end) {
         end = min((first / kChunk + 1) * kChunk, last);

@@ -127,10 +127,14 @@ inline void multiply_columns(int n, const uint16_t* left, const ExactPage& page,
     add_columns<Vectors>(n, sums, out + column, out_stride);
 }
 
-// Of few heads a row is faster in FP32, and so all rows go that way: their bits do not depend on who is beside them.
+// By what all rows have in common, so that a row's bits do not depend on who is beside it.
+inline bool reads_windows_by_tiles(const Item& item) {
+    return unpacking_pays(item.n_heads * item.q_rows, item.exact.k.dim);
+}
+
 void multiply_page(const Item& item, int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b,
                    uint64_t rows, float* out, size_t out_stride, float* memory) {
-    if (item.n_heads * item.q_rows < kUnpackKeysFrom) {
+    if (!reads_windows_by_tiles(item)) {
         multiply_page(n, depth, width, a, a_stride, b, rows, out, out_stride, memory);
         return;
     }
@@ -153,6 +157,8 @@ void multiply_page(const Item& item, int n, int depth, int width, const float* a
 
 namespace crumb::cpu {
 namespace {
+
+inline bool reads_windows_by_tiles(const Item&) { return false; }
 
 void multiply_page(const Item&, int n, int depth, int width, const float* a, size_t a_stride, const uint16_t* b,
                    uint64_t rows, float* out, size_t out_stride, float* memory) {
