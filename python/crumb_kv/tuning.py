@@ -200,9 +200,10 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
     Layers with a sliding window stay as they are.
 
     tokens: of all texts together, a window of `window` (at most what the model knows positions for) a step, read without codes, and with
-    them, and gone back through. What lies deeper than a window is not trained for. minutes: at most, to the end of a step. rate: of learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step,
-    nats a token. Wants a GPU for models of any size. Every 25 steps the artefact so far goes to FILE.unfinished: if training is cut off, it
-    may be used, or be the `artefact` of another call. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
+    them, and gone back through. What lies deeper than a window is not trained for. minutes: at most, to the end of a step. rate: of
+    learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step, nats a token. Wants a GPU for
+    models of any size. Every 25 steps the artefact so far goes to FILE.unfinished: if training is cut off, it may be used, or be the
+    `artefact` of another call. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
     shapes, rules = models.shapes_of(model, leave_windows=True), Rules()
     window = min(window, getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", window))
     models.check_artefact(model, artefact, shapes)
