@@ -23,6 +23,7 @@ int quantize(int argc, char** argv);
 // Ours.
 int attn_bench(int argc, char** argv);
 int calibrate(int argc, char** argv);
+int depth_bench(int argc, char** argv);
 int compare(int argc, char** argv);
 int eval(int argc, char** argv);
 int inspect(int argc, char** argv);

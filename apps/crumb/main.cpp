@@ -25,6 +25,7 @@ constexpr Command kCommands[] = {
     {"batched-bench", crumb::app::batched_bench, "speed of many sequences (llama-batched-bench)"},
     {"quantize", crumb::app::quantize, "change the type of a model's weights (llama-quantize)"},
     {"attn-bench", crumb::app::attn_bench, "time of one attention layer against ggml's, in one process"},
+    {"depth-bench", crumb::app::depth_bench, "speed at depths of one growing prompt, and of many sequences"},
     {"calibrate", crumb::app::calibrate, "measure a model's K and V and write its artefact"},
     {"compare", crumb::app::compare, "one question, 16-bit KV beside --kv: texts, speed, bytes, divergence"},
     {"eval", crumb::app::eval, "KL divergence, perplexity and same top p of recipes against 16-bit KV"},

@@ -1,0 +1,188 @@
+// crumb depth-bench: tokens a second behind a context of every depth, from one prompt that grows, where `crumb bench` computes a
+// prompt a depth; and of many sequences of the greatest depth, each with its own copy of the state of the first. Tokens are
+// random: speed alone.
+#include "command_line.h"
+#include "commands.h"
+#include "session.h"
+
+#include <crumb/error.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <random>
+#include <thread>
+
+namespace crumb::app {
+
+namespace {
+
+struct Options {
+    std::filesystem::path model;
+    std::vector<int> depths = {0, 2048, 8192};
+    std::vector<int> sequences;
+    int generated = 32, prompt = 512, rounds = 3, ubatch = 2048, gpu_layers = -1, threads = 0;
+    bool shared = false, cpu_cache = false;
+    std::string stock = "f16";
+};
+
+class Bench {
+public:
+    Bench(const Options& o, const std::optional<llama::KvOptions>& kv) : o_(o) {
+        if (!std::filesystem::exists(o.model)) { fail("there is no model file {}", o.model.string()); }
+        llama_backend_init();
+        llama::use_kv(kv);
+        auto model = llama_model_default_params();
+        model.n_gpu_layers = o.gpu_layers;
+        model_.reset(llama_model_load_from_file(o.model.c_str(), model));
+        if (!model_) { fail("{} is not a GGUF model that llama.cpp can load (its message is above)", o.model.string()); }
+        n_vocab_ = llama_vocab_n_tokens(llama_model_get_vocab(model_.get()));
+
+        const int most = o.sequences.empty() ? 1 : o.sequences.back();
+        const int steps = (o.generated + kWarmSteps) * int(std::max<size_t>(1, o.sequences.size()));
+        const int longest = o.depths.back() + steps + int(o.depths.size()) * (o.generated + kWarmSteps + (o.rounds + 1) * o.prompt);
+        auto context = llama_context_default_params();
+        context.n_ctx = uint32_t((longest + 255) / 256 * 256 * most);
+        context.n_batch = context.n_ubatch = uint32_t(std::max({o.ubatch, o.prompt, most}));
+        context.n_seq_max = uint32_t(most);
+        context.n_threads = context.n_threads_batch = o.threads > 0 ? o.threads : int(std::max(1u, std::thread::hardware_concurrency()));
+        context.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+        context.offload_kqv = !o.cpu_cache;
+        if (!kv) { context.type_k = context.type_v = o.stock == "q8_0" ? GGML_TYPE_Q8_0 : o.stock == "q4_0" ? GGML_TYPE_Q4_0 : GGML_TYPE_F16; }
+        context.no_perf = true;
+        context_.reset(llama_init_from_model(model_.get(), context));
+        if (!context_) {
+            const auto why = llama::last_refusal();
+            fail("{}", kv && !why.empty() ? why : fmt::format("llama.cpp has no memory for {} sequences of {} tokens (its message is above)", most, longest));
+        }
+        positions_.resize(size_t(most));
+        step(1, kWarmSteps);
+        prompt(o.prompt);
+        clear(0);
+    }
+
+    void run() {
+        for (const int depth : o_.depths) {
+            while (positions_[0] < depth) { prompt(std::min(o_.ubatch, depth - positions_[0])); }
+            step(1, kWarmSteps);
+            report("tg", depth, 1, o_.generated, timed([&] { step(1, o_.generated); }));
+            if (depth == o_.depths.back()) { copies_at(depth); }
+            if (o_.prompt == 0) { continue; }
+            prompt(o_.prompt);
+            report("pp", depth, 1, o_.prompt * o_.rounds, timed([&] {
+                       for (int i = 0; i < o_.rounds; ++i) { prompt(o_.prompt); }
+                   }));
+        }
+    }
+
+private:
+    static constexpr int kWarmSteps = 4;  // graphs are recorded in them
+
+    llama_memory_t memory() const { return llama_get_memory(context_.get()); }
+
+    void clear(int sequence) {
+        llama_memory_seq_rm(memory(), sequence, -1, -1);
+        positions_[size_t(sequence)] = 0;
+    }
+
+    double timed(auto body) {
+        llama_synchronize(context_.get());
+        const auto start = std::chrono::steady_clock::now();
+        body();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+
+    void report(const char* test, int depth, int sequences, int tokens, double seconds) const {
+        std::printf("{\"test\": \"%s\", \"depth\": %d, \"sequences\": %d, \"tokens\": %d, \"tokens_per_second\": %.2f}\n", test, depth, sequences, tokens,
+                    tokens / seconds);
+        std::fflush(stdout);
+    }
+
+    void decode(const llama_batch& batch) {
+        if (const int status = llama_decode(context_.get(), batch); status != 0) {
+            fail("llama.cpp could not process {} tokens (status {}); {}", batch.n_tokens, status, llama::last_refusal());
+        }
+        llama_synchronize(context_.get());
+    }
+
+    llama_token token() { return llama_token(random_() % unsigned(n_vocab_)); }
+
+    void prompt(int n) {
+        if (n == 0) { return; }
+        std::vector<llama_token> tokens(static_cast<size_t>(n));
+        std::ranges::generate(tokens, [&] { return token(); });
+        decode(llama_batch_get_one(tokens.data(), n));
+        positions_[0] += n;
+    }
+
+    // `steps` tokens of each of the first `n` sequences.
+    void step(int n, int steps) {
+        llama_batch batch = llama_batch_init(n, 0, 1);
+        batch.n_tokens = n;
+        for (int i = 0; i < steps; ++i) {
+            for (int s = 0; s < n; ++s) {
+                batch.token[s] = token(), batch.pos[s] = positions_[size_t(s)]++;
+                batch.n_seq_id[s] = 1, batch.seq_id[s][0] = s, batch.logits[s] = true;
+            }
+            decode(batch);
+        }
+        llama_batch_free(batch);
+    }
+
+    void copies_at(int depth) {
+        if (o_.sequences.empty()) { return; }
+        std::vector<uint8_t> state;
+        if (!o_.shared) {
+            state.resize(llama_state_seq_get_size(context_.get(), 0));
+            state.resize(llama_state_seq_get_data(context_.get(), state.data(), state.size(), 0));
+        }
+        int made = 1;
+        for (const int n : o_.sequences) {
+            for (; made < n; ++made) {
+                if (o_.shared) {
+                    llama_memory_seq_cp(memory(), 0, made, -1, -1);
+                } else if (llama_state_seq_set_data(context_.get(), state.data(), state.size(), made) == 0) {
+                    fail("the state of {} tokens could not be copied to sequence {}; {}", positions_[0], made, llama::last_refusal());
+                }
+                positions_[size_t(made)] = llama_memory_seq_pos_max(memory(), made) + 1;
+            }
+            step(n, kWarmSteps);
+            report("tg", depth, n, n * o_.generated, timed([&] { step(n, o_.generated); }));
+        }
+    }
+
+    Options o_;
+    llama::ModelPtr model_;
+    llama::ContextPtr context_;
+    int n_vocab_ = 0;
+    std::vector<int> positions_;  // by sequence: tokens in it
+    std::mt19937 random_{1};
+};
+
+}  // namespace
+
+int depth_bench(int argc, char** argv) {
+    const KvArguments arguments = take_kv_arguments(argc, argv);
+    Options o;
+    CLI::App app{"Tokens a second at every depth of one prompt that grows, and of many sequences of the greatest one", "crumb depth-bench"};
+    app.footer(kKvHelp);
+    app.add_option("-m,--model", o.model, "GGUF model")->required();
+    app.add_option("-d,--depths", o.depths, "tokens before what is timed, ascending")->delimiter(',')->capture_default_str()->check(CLI::Range(0, 1 << 24));
+    app.add_option("-n,--predict", o.generated, "tokens of a sequence that are timed, one by one")->capture_default_str()->check(CLI::Range(1, 1 << 16));
+    app.add_option("-p,--prompt", o.prompt, "tokens of a prompt that are timed together (0: none)")->capture_default_str()->check(CLI::Range(0, 1 << 16));
+    app.add_option("-r,--rounds", o.rounds, "so many prompts")->capture_default_str()->check(CLI::Range(1, 1000));
+    app.add_option("-s,--sequences", o.sequences, "also so many sequences at once, ascending, at the greatest depth")->delimiter(',')->check(CLI::Range(1, 1 << 12));
+    app.add_flag("--shared", o.shared, "sequences share what they begin with: forks instead of copies");
+    app.add_option("--ubatch-size", o.ubatch, "tokens of a step on the way to a depth")->capture_default_str()->check(CLI::Range(1, 1 << 16));
+    app.add_option("--gpu-layers", o.gpu_layers, "layers on the GPU (-1: all)")->capture_default_str();
+    app.add_flag("--no-kv-offload", o.cpu_cache, "cache and attention on the CPU");
+    app.add_option("--cache-type", o.stock, "of llama.cpp's own cache, without --kv")->capture_default_str()->check(CLI::IsMember({"f16", "q8_0", "q4_0"}));
+    app.add_option("-t,--threads", o.threads, "threads (default: all cores)");
+    if (const auto status = parse(app, arguments.rest)) { return *status; }
+    if (!std::ranges::is_sorted(o.depths) || !std::ranges::is_sorted(o.sequences)) { fail("depths and numbers of sequences must ascend"); }
+    llama::quiet_log();
+    Bench(o, arguments.kv).run();
+    return 0;
+}
+
+}  // namespace crumb::app
