@@ -48,6 +48,7 @@ struct Scenario {
     int step = 150;
     ReuseRule reuse = ReuseRule::exact;
     int spare_windows = 0;
+    size_t host_memory = 0;  // more than 0: layers lie in the memory of a device, and so much of their pages in main memory
 };
 
 // Two coded layers of different shape, one that stores nothing, and a sliding-window layer if there is a window.
@@ -78,6 +79,7 @@ inline CacheConfig config_of(const Scenario& scenario) {
     config.max_step_tokens = scenario.step;
     config.reuse = scenario.reuse;
     config.spare_windows = scenario.spare_windows;
+    config.host_memory = scenario.host_memory;
     config.artefact_hash = "none";
     config.model_hash = "0123456789abcdef";
     return config;

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <set>
 
+#include "fake_device.h"
+
 using namespace crumb;
 using namespace crumb::test;
 
@@ -54,7 +56,7 @@ rc::Gen<Op> any_op(int n_sequences) {
 class Trace {
   public:
     explicit Trace(const Scenario& scenario)
-        : scenario_(scenario), cache_(config_of(scenario)), model_(cache_.config()) {}
+        : scenario_(scenario), cache_(config_on(scenario, device_)), model_(cache_.config()) {}
 
     void apply(const Op& op) {
         const ModelSequence& a = model_.sequences[op.a];
@@ -113,6 +115,7 @@ class Trace {
         const CacheCounters counters = cache_.counters();
         RC_ASSERT(counters.blocks_in_use == 0u);
         RC_ASSERT(counters.shared_blocks == 0u);
+        RC_ASSERT(counters.host_blocks_in_use == 0u);
         RC_ASSERT(counters.exact_blocks_in_use == 0u);
         RC_ASSERT(counters.window_blocks_in_use == 0u);
     }
@@ -356,11 +359,21 @@ class Trace {
         const CacheCounters counters = cache_.counters();
         RC_ASSERT(counters.exact_blocks_in_use == exact.size());
         RC_ASSERT(counters.window_blocks_in_use == window.size());
+        RC_ASSERT(counters.host_blocks_in_use <= counters.blocks_in_use);
         RC_ASSERT(counters.blocks_in_use >= coded.size());
         RC_ASSERT(counters.blocks_in_use <= coded.size() + model_.sequences.size());
     }
 
+    static CacheConfig config_on(const Scenario& scenario, FakeDevice& device) {
+        CacheConfig config = config_of(scenario);
+        if (scenario.host_memory > 0) {
+            config.devices.assign(config.layers.size(), &device);
+        }
+        return config;
+    }
+
     Scenario scenario_;
+    FakeDevice device_;
     Cache cache_;
     Model model_;
     Token next_token_ = 0;
@@ -380,7 +393,8 @@ rc::Gen<Scenario> any_scenario() {
                                 gen::set(&Scenario::prefill, gen::element(PrefillRule::position, PrefillRule::exact)),
                                 gen::set(&Scenario::reuse, gen::element(ReuseRule::exact, ReuseRule::codes)),
                                 gen::set(&Scenario::spare_windows, gen::element(0, 2)),
-                                gen::set(&Scenario::tokens_total, gen::element(0, 900)));
+                                gen::set(&Scenario::tokens_total, gen::element(0, 900)),
+                                gen::set(&Scenario::host_memory, gen::element<size_t>(0, 30000, 60000)));
 }
 
 }  // namespace
@@ -392,7 +406,8 @@ TEST(CacheModel, RandomTraces) {
             scenario.recent = std::max(scenario.recent, 64);
         }
         RC_LOG() << "recipe " << scenario.recipe << " sink " << scenario.sink << " recent " << scenario.recent
-                 << " window " << scenario.window << " " << name(scenario.form) << " total " << scenario.tokens_total << "\n";
+                 << " window " << scenario.window << " " << name(scenario.form) << " total " << scenario.tokens_total
+                 << " host " << scenario.host_memory << "\n";
         Trace trace(scenario);
         for (const Op& op : *rc::gen::container<std::vector<Op>>(any_op(scenario.n_sequences))) {
             trace.apply(op);

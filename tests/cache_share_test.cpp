@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
+#include <numeric>
+
 #include "cache_model.h"
+#include "fake_device.h"
 
 using namespace crumb;
 using namespace crumb::test;
@@ -391,4 +394,36 @@ TEST(Memory, PromisesAreKept) {
         }
     });
     EXPECT_TRUE(ok);
+}
+
+// Pages of nobody make room for those in use, and come back when they are wanted.
+TEST(Share, KeptPagesOfADeviceMoveToMainMemoryAndBack) {
+    Scenario scenario = kServer;
+    FakeDevice device;
+    CacheConfig config = config_of(scenario);
+    config.devices.assign(config.layers.size(), &device);
+    const size_t all = cache_bytes(config).coded;
+    const auto blocks = [&](int tokens) { return size_t(tokens / 64) * all / size_t(Cache(config).counters().blocks_total); };
+    config.host_memory = all - blocks(1536);  // the device itself has room for one of the texts
+    const std::vector<size_t> moved = host_bytes(config);
+    device.host_bytes = 0;
+    Cache cache(config);
+    EXPECT_EQ(device.host_bytes, std::accumulate(moved.begin(), moved.end(), size_t(0)));
+    EXPECT_LE(device.host_bytes, config.host_memory);
+    EXPECT_GT(device.host_bytes + blocks(64), config.host_memory);
+
+    const auto first = text(0, 1500, 1500, 0), second = text(1, 1500, 0, 5000);
+    prompt(cache, first);
+    EXPECT_EQ(cache.counters().host_blocks_in_use, 0u);
+    prompt(cache, second);
+    EXPECT_EQ(cache.counters().host_blocks_in_use, cache.counters().blocks_in_use - 1536 / 64);
+    for (int round = 0; round < 3; round++) {
+        for (const auto& [mine, other] : {std::pair(first, second), {second, first}}) {
+            ASSERT_TRUE(cache.crop(0, 0) && cache.crop(1, 0));
+            EXPECT_GE(prompt(cache, mine), 1344);  // by which windows are still there
+            EXPECT_EQ(cache.counters().host_blocks_in_use, 0u);
+            EXPECT_EQ(save(cache, mine[0].sequence), cold(kServer, mine));
+        }
+    }
+    EXPECT_EQ(cache.counters().evicted_blocks, 0u);
 }

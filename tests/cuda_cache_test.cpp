@@ -11,29 +11,12 @@
 #include "attention/cuda/rows.h"
 #include "cache_model.h"
 #include "cuda/emulator.h"
+#include "fake_device.h"
 
 using namespace crumb;
 using namespace crumb::test;
 
 namespace {
-
-class FakeDevice : public DeviceMemory {
-  public:
-    std::byte* allocate(size_t bytes) override {
-        Bytes memory(bytes);
-        std::byte* at = memory.data();
-        pieces[at] = std::move(memory);
-        return at;
-    }
-    void free(std::byte* memory) override { pieces.erase(memory); }
-    void copy(std::byte* to, const std::byte* from, size_t bytes) override { std::memcpy(to, from, bytes); }
-    void clear(std::byte* to, size_t bytes) override { std::memset(to, 0, bytes); }
-    void read(void* to, const std::byte* from, size_t bytes) override { std::memcpy(to, from, bytes), reads++; }
-    void write(std::byte* to, const void* from, size_t bytes) override { std::memcpy(to, from, bytes); }
-
-    std::map<std::byte*, Bytes> pieces;
-    int reads = 0;
-};
 
 // K or V of a step as an engine has it: [token][head][dim], with a gap behind every token.
 struct Rows {

@@ -223,6 +223,7 @@ void print_page(const std::filesystem::path& file, const Recipe& recipe, int dim
 int inspect(int argc, char** argv) {
     CLI::App app{"What a model's KV is, what a recipe costs, what is in an artefact or a page", "crumb inspect"};
     KvArguments arguments = take_kv_arguments(argc, argv);
+    if (arguments.kv && arguments.kv->host_memory > 0) { fail("--kv-host-memory changes no sizes, it says where pages lie: leave it out"); }
     std::filesystem::path model_file, artefact, page;
     bool list = false;
     int n_parallel = -1, head_dim = 128;

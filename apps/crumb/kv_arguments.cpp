@@ -28,6 +28,8 @@ const char* const kKvHelp =
     "                        tokens; auto: what takes the fewest bytes. What each takes is said at start\n"
     "  --kv-memory BYTES     size of the KV cache of a server (K, M and G are understood); -c is then the longest\n"
     "                        request, and -np how many may run at once, as far as they fit\n"
+    "  --kv-host-memory BYTES  so much of the pages of layers on a GPU lies in main memory, which the GPU reads over its bus:\n"
+    "                        what the GPU's own memory does not hold. Slower, for contexts that do not fit\n"
     "  --kv-reuse RULE       exact: a prompt starts from what the server still has where the answer is that of a\n"
     "                        cold start (default); codes: also where the recent window is known as codes only\n"
     "  --kv-shift RULE       refuse: an answer of a server ends where its context does (default); reprefill: the context drops\n"
@@ -39,7 +41,7 @@ namespace {
 
 constexpr std::string_view kOurs[] = {"--kv",         "--kv-artifact",   "--kv-sink",      "--kv-recent", "--kv-prefill",
                                       "--kv-windows", "--kv-allow-slow", "--kv-attention", "--kv-memory", "--kv-reuse",
-                                      "--kv-shift",   "--kv-verify",     "--kv-sliding"};
+                                      "--kv-shift",   "--kv-verify",     "--kv-sliding", "--kv-host-memory"};
 
 int count(const std::string& flag, const std::string& value) {
     int n = 0;
@@ -180,6 +182,8 @@ KvArguments take_kv_arguments(int argc, char** argv) {
             paper = paper_windows(value);
         } else if (flag == "--kv-memory") {
             options.memory = byte_count(flag, value);
+        } else if (flag == "--kv-host-memory") {
+            options.host_memory = byte_count(flag, value);
         } else if (flag == "--kv-verify") {
             options.verify = count(flag, value);
         } else if (flag == "--kv-reuse") {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -96,6 +97,7 @@ public:
             }
             add_layer(model, config, int(il), owner[il], device_of(handle));
         }
+        config_.devices = memories();
         for (size_t il = 0; il < layers_.size(); ++il) {
             const Layer& layer = layers_[il];
             if (owner[il] >= 0 && layers_[owner[il]].device != layer.device) {
@@ -119,10 +121,10 @@ public:
     }
 
     std::map<ggml_backend_buffer_type_t, size_t> bytes() const override {
-        const std::vector<size_t> all = layer_bytes(config_);
+        const std::vector<size_t> all = layer_bytes(config_), on_host = host_bytes(config_);
         std::map<ggml_backend_buffer_type_t, size_t> result;
         for (size_t il = 0; il < layers_.size(); ++il) {
-            if (layers_[il].device) { result[ggml_backend_dev_buffer_type(layers_[il].device->handle)] += all[il]; }
+            if (layers_[il].device) { result[ggml_backend_dev_buffer_type(layers_[il].device->handle)] += all[il] - on_host[il]; }
         }
         return result;
     }
@@ -143,6 +145,9 @@ public:
             text += fmt::format("{}{} layers on {} ({})", text.empty() ? "" : ", ", n, ggml_backend_dev_name(device->handle),
                                 ggml_backend_dev_description(device->handle));
         }
+        const std::vector<size_t> on_host = host_bytes(config_);
+        const size_t bytes = std::accumulate(on_host.begin(), on_host.end(), size_t(0));
+        if (bytes > 0) { text += fmt::format(", whose last {:.1f} MiB of pages lie in main memory", double(bytes) / 1048576.0); }
         return text;
     }
 

@@ -80,6 +80,7 @@ CacheConfig geometry(const llama_model& model, const KvOptions& options, const R
     config.prefill = options.prefill;
     config.reuse = options.reuse;
     config.memory = options.memory;
+    config.host_memory = options.host_memory;
     config.spare_windows = std::min(options.kept_windows, sizes.n_sequences);
     config.n_sequences = sizes.n_sequences;
     config.tokens_per_sequence = sizes.per_sequence;

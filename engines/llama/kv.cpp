@@ -202,6 +202,10 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
             fail("{} is for attention on the CPU, and there are {}: add --no-kv-offload",
                  g.options->verify > 0 ? "--kv-verify" : "--kv-attention", cuda->describe());
         }
+        if (!cuda && g.options->host_memory > 0) {
+            fail("--kv-host-memory moves pages from a GPU's memory to main memory, and no layer has its cache on a GPU: leave it out, or put layers there "
+                 "(-ngl, in a build with -DCRUMB_CUDA=ON, without --no-kv-offload)");
+        }
         size_t elsewhere = 0;
         for (const auto& [type, bytes] : cuda ? cuda->bytes() : std::map<ggml_backend_buffer_type_t, size_t>{}) { elsewhere += bytes; }
         require_memory(cache_bytes(config).total() - elsewhere, config);
@@ -340,7 +344,8 @@ nlohmann::ordered_json sizes(const CacheConfig& config, const KvStatus& now) {
         {"capacity_tokens", bytes.tokens},
         {"tokens_per_request", config.tokens_per_sequence},
         {"pages", {{"total", now.counters.blocks_total}, {"in_use", now.counters.blocks_in_use},
-                   {"shared", now.counters.shared_blocks}, {"kept", now.counters.kept_blocks}}},
+                   {"shared", now.counters.shared_blocks}, {"kept", now.counters.kept_blocks},
+                   {"in_main_memory", now.counters.host_blocks_in_use}}},
     };
 }
 

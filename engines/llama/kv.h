@@ -27,6 +27,7 @@ struct KvOptions {
     ReuseRule reuse = ReuseRule::exact;
     std::optional<SlidingForm> sliding = SlidingForm::bf16;  // of sliding-window layers; nullopt: the cheapest of form_costs()
     size_t memory = 0;       // bytes of the cache; 0: what context and sequences ask for
+    size_t host_memory = 0;  // bytes of the pages of layers on a GPU that lie in main memory, at most
     int verify = 0;          // check every Nth token against exact K and V (verify.h); 0: none
     bool announce = true;    // say on stderr what the cache of a context holds
     int kept_windows = 0;    // of prefixes that a server may find again, beside those of sequences; at most one a sequence

@@ -76,7 +76,9 @@ struct CacheLayer {
 class DeviceMemory {
 public:
     virtual ~DeviceMemory() = default;
-    virtual std::byte* allocate(size_t bytes) = 0;  // zeros
+    // Zeros. The last `on_host` of the bytes, as far as the device maps memory so finely, are main memory that it reads and
+    // writes over its bus.
+    virtual std::byte* allocate(size_t bytes, size_t on_host = 0) = 0;
     virtual void free(std::byte* memory) = 0;
     virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
     virtual void clear(std::byte* to, size_t bytes) = 0;
@@ -98,6 +100,7 @@ struct CacheConfig {
     int64_t tokens_per_sequence = 0;  // the longest that one sequence can become
     int64_t tokens_total = 0;         // of all sequences together; at least tokens_per_sequence
     size_t memory = 0;                // bytes of all pools; 0: what tokens_total asks for
+    size_t host_memory = 0;           // bytes of the pages of devices' layers that lie in main memory, at most
     int max_step_tokens = 512;        // appends of one step (ubatch)
     ReuseRule reuse = ReuseRule::exact;
     int spare_windows = 0;            // windows of prefixes that may be kept beside those of sequences
@@ -131,6 +134,7 @@ struct CacheBytes {
 };
 CacheBytes cache_bytes(const CacheConfig& config);
 std::vector<size_t> layer_bytes(const CacheConfig& config);  // the same by model layer
+std::vector<size_t> host_bytes(const CacheConfig& config);   // of these, what host_memory moves to main memory
 
 struct CacheCounters {
     EncodeCounts encoded;
@@ -139,6 +143,7 @@ struct CacheCounters {
     uint64_t shared_blocks = 0;      // now, coded, by more than one sequence
     uint64_t blocks_in_use = 0;      // now, coded
     uint64_t blocks_total = 0;       // coded
+    uint64_t host_blocks_in_use = 0;  // now, coded: those that a device reads from main memory
     size_t bytes_in_use = 0;        // now, of all pools
     uint64_t exact_blocks_in_use = 0;   // now
     uint64_t window_blocks_in_use = 0;  // now

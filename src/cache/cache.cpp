@@ -172,6 +172,7 @@ CacheCounters Cache::counters() const {
     for (const Pool* pool : {&state_->coded, &state_->exact, &state_->window}) {
         counters.bytes_in_use += pool->in_use() * pool->shape().block_bytes();
     }
+    counters.host_blocks_in_use = state_->coded.on_host();
     counters.kept_blocks = state_->coded.kept();
     counters.evicted_blocks = state_->coded.evicted();
     return counters;

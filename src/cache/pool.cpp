@@ -2,7 +2,11 @@
 
 #include <crumb/error.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
+#include <numeric>
+#include <utility>
 
 #include <sys/mman.h>
 
@@ -22,17 +26,15 @@ Pool::Pool(PoolShape shape, std::span<DeviceMemory* const> devices)
       free_(shape_.n_blocks),
       references_(shape_.n_blocks),
       names_(shape_.n_blocks),
-      places_(shape_.n_blocks) {
-    for (size_t i = 0; i < free_.size(); i++) {
-        free_[i] = uint32_t(free_.size() - 1 - i);
-    }
+      since_(shape_.n_blocks) {
+    std::iota(free_.begin(), free_.end(), 0u);
     for (size_t layer = 0; layer < slabs_.size(); layer++) {
         const size_t bytes = free_.size() * shape_.slabs[layer].stride();
         if (bytes == 0) {
             continue;
         }
         if (DeviceMemory* device = devices.empty() ? nullptr : devices[layer]) {
-            slabs_[layer] = Slab(device->allocate(bytes), Free{device});
+            slabs_[layer] = Slab(device->allocate(bytes, size_t(shape_.n_host_blocks) * shape_.slabs[layer].stride()), Free{device});
             allocated_ += bytes;
             continue;
         }
@@ -52,42 +54,115 @@ Pool::Pool(PoolShape shape, std::span<DeviceMemory* const> devices)
     }
 }
 
-uint32_t Pool::take() {
-    CRUMB_ASSERT(available() > 0);
-    uint32_t id = kNoBlock;
-    if (!free_.empty()) {
-        id = free_.back();
-        free_.pop_back();
-    } else {
-        id = kept_.front();
-        kept_.pop_front();
-        evicted_++;
-        forget(id);
-    }
-    references_[id] = 1;
+uint32_t Pool::take_free() {
+    std::ranges::pop_heap(free_, std::greater{});
+    const uint32_t id = free_.back();
+    free_.pop_back();
     return id;
 }
 
-void Pool::hold(uint32_t id) {
-    CRUMB_ASSERT(id < references_.size() && (references_[id] > 0 || is_named(id)));
-    references_[id]++;
-    if (references_[id] == 1) {
-        kept_.erase(places_[id]);
-    } else if (references_[id] == 2) {
-        shared_++;
+uint32_t Pool::evict() {
+    const bool host = kept_[0].empty() || (!kept_[1].empty() && kept_[1].begin()->first < kept_[0].begin()->first);
+    const uint32_t id = kept_[host].begin()->second;
+    unkeep(id);
+    forget(id);
+    evicted_++;
+    return id;
+}
+
+void Pool::refer(uint32_t id) {
+    references_[id] = 1;
+    on_host_ += is_host(id);
+}
+
+void Pool::keep(uint32_t id, uint64_t since) {
+    since_[id] = since;
+    kept_[is_host(id)].emplace(since, id);
+}
+
+void Pool::move(uint32_t from, uint32_t to) {
+    copy(from, to);
+    const BlockName name = *names_[from];
+    forget(from);
+    unkeep(from);
+    found_.emplace(name, to);
+    names_[to] = name;
+    keep(to, since_[from]);
+}
+
+void Pool::exchange(uint32_t a, uint32_t b) {
+    std::vector<std::byte> one, other;
+    for (int layer = 0; layer < int(slabs_.size()); layer++) {
+        if (slabs_[layer]) {
+            one.resize(shape_.slabs[layer].stride());
+            other.resize(one.size());
+            read(layer, a, one.data());
+            read(layer, b, other.data());
+            write(layer, b, one.data());
+            write(layer, a, other.data());
+        }
     }
+    unkeep(a);
+    unkeep(b);
+    std::swap(names_[a], names_[b]);
+    found_[*names_[a]] = a;
+    found_[*names_[b]] = b;
+    const uint64_t since_b = since_[b];
+    keep(b, since_[a]);
+    keep(a, since_b);
+}
+
+uint32_t Pool::take() {
+    CRUMB_ASSERT(available() > 0);
+    uint32_t id = free_.empty() ? evict() : take_free();
+    if (is_host(id) && !kept_[0].empty()) {
+        const uint32_t cold = kept_[0].begin()->second;
+        move(cold, id);
+        id = cold;
+    }
+    refer(id);
+    return id;
+}
+
+uint32_t Pool::hold(uint32_t id) {
+    CRUMB_ASSERT(id < references_.size() && (references_[id] > 0 || is_named(id)));
+    if (references_[id] > 0) {
+        shared_ += ++references_[id] == 2;
+        return id;
+    }
+    if (is_host(id) && !free_.empty() && !is_host(free_.front())) {
+        const uint32_t nearer = take_free();
+        move(id, nearer);
+        add_free(id);
+        id = nearer;
+    } else if (is_host(id) && !kept_[0].empty()) {
+        const uint32_t cold = kept_[0].begin()->second;
+        exchange(id, cold);
+        id = cold;
+    }
+    unkeep(id);
+    refer(id);
+    return id;
 }
 
 void Pool::release(uint32_t id) {
     CRUMB_ASSERT(id < references_.size() && references_[id] > 0);
     references_[id]--;
-    if (references_[id] == 1) {
-        shared_--;
-    } else if (references_[id] == 0 && is_named(id)) {
-        places_[id] = kept_.insert(kept_.end(), id);
-    } else if (references_[id] == 0) {
-        free_.push_back(id);
+    if (references_[id] > 0) {
+        shared_ -= references_[id] == 1;
+        return;
     }
+    on_host_ -= is_host(id);
+    if (is_named(id)) {
+        keep(id, ++releases_);
+    } else {
+        add_free(id);
+    }
+}
+
+void Pool::add_free(uint32_t id) {
+    free_.push_back(id);
+    std::ranges::push_heap(free_, std::greater{});
 }
 
 void Pool::name(uint32_t id, const BlockName& name) {

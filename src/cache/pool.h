@@ -4,6 +4,10 @@
 // A block may have a name that says what it holds. It is found by it, and stays when its last reference goes: such kept
 // blocks are as available as free ones, and are evicted when no other is free, the one that was released first before
 // the others. A block in use is never evicted.
+//
+// The last blocks of a pool may lie in main memory while their layers are a device's, which then reads them over the bus:
+// one range of addresses for it, so no kernel knows. Such blocks are taken last. When one would be, what was kept longest in
+// the device's own memory moves there and makes room, and a kept block that is wanted again comes back.
 #pragma once
 
 #include <crumb/cache.h>
@@ -11,7 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <list>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -33,6 +37,7 @@ struct PoolShape {
     std::string_view name;  // for people
     int64_t n_blocks = 0;
     std::vector<SlabShape> slabs;  // by model layer
+    int64_t n_host_blocks = 0;     // the last ones of these: in layers of a device they lie in main memory
     size_t block_bytes() const;    // of a block in all layers
     size_t bytes() const { return size_t(n_blocks) * block_bytes(); }
 };
@@ -50,14 +55,15 @@ class Pool {
 
     const PoolShape& shape() const { return shape_; }
     size_t allocated() const { return allocated_; }
-    size_t available() const { return free_.size() + kept_.size(); }
+    size_t available() const { return free_.size() + kept(); }
     size_t in_use() const { return references_.size() - available(); }
     size_t shared() const { return shared_; }  // blocks with more than one owner
-    size_t kept() const { return kept_.size(); }
+    size_t kept() const { return kept_[0].size() + kept_[1].size(); }
+    size_t on_host() const { return on_host_; }  // blocks in use that a device reads from main memory
     uint64_t evicted() const { return evicted_; }
 
     uint32_t take();
-    void hold(uint32_t id);  // a block that is in use or kept
+    uint32_t hold(uint32_t id);  // a block that is in use or kept; one that was kept may change its id to this
     void release(uint32_t id);
     bool is_used(uint32_t id) const { return references_[id] > 0; }
     bool is_shared(uint32_t id) const { return references_[id] > 1; }
@@ -93,22 +99,31 @@ class Pool {
     };
     using Slab = std::unique_ptr<std::byte, Free>;
     DeviceMemory* device(int layer) const { return slabs_[layer].get_deleter().device; }
+    bool is_host(uint32_t id) const { return int64_t(id) >= shape_.n_blocks - shape_.n_host_blocks; }
+    uint32_t take_free();
+    void add_free(uint32_t id);
+    uint32_t evict();
+    void refer(uint32_t id);  // the first reference
+    void keep(uint32_t id, uint64_t since);
+    void unkeep(uint32_t id) { kept_[is_host(id)].erase(since_[id]); }
+    void move(uint32_t from, uint32_t to);  // a kept block's bytes, name and age to one that nobody has
+    void exchange(uint32_t a, uint32_t b);  // of two kept blocks
 
     PoolShape shape_;
     std::vector<Slab> slabs_;  // by model layer, null where there are no records
     size_t allocated_ = 0;
-    std::vector<uint32_t> free_;        // a stack: what was used last is used first
+    std::vector<uint32_t> free_;        // a heap: the lowest first
     std::vector<uint32_t> references_;  // by block
-    size_t shared_ = 0;
+    size_t shared_ = 0, on_host_ = 0;
 
     struct Hash {
         size_t operator()(const BlockName& name) const { return size_t(name.low); }
     };
     std::unordered_map<BlockName, uint32_t, Hash> found_;
     std::vector<std::optional<BlockName>> names_;         // by block
-    std::list<uint32_t> kept_;                            // the next to be evicted first
-    std::vector<std::list<uint32_t>::iterator> places_;   // by block, of those that are kept
-    uint64_t evicted_ = 0;
+    std::map<uint64_t, uint32_t> kept_[2];                // by release, the next to be evicted first; [1]: those in main memory
+    std::vector<uint64_t> since_;                         // by block: the release since which it is kept
+    uint64_t releases_ = 0, evicted_ = 0;
 };
 
 }  // namespace crumb

@@ -49,8 +49,7 @@ void offer(Pool& pool, uint32_t& id, const BlockName& name) {
     if (other == kNoBlock) {
         pool.name(id, name);
     } else if (pool.equal(id, other)) {
-        pool.hold(other);
-        pool.release(std::exchange(id, other));
+        pool.release(std::exchange(id, pool.hold(other)));
     }
 }
 

@@ -86,6 +86,15 @@ int64_t blocks_within(size_t memory, const CacheShape& shape, int64_t n_sequence
     return block == 0 ? 0 : int64_t((memory - windows) / block);
 }
 
+// Blocks whose pages of devices' layers fit into `memory`.
+int64_t host_blocks(size_t memory, const PoolShape& coded, std::span<DeviceMemory* const> devices) {
+    size_t block = 0;
+    for (size_t i = 0; i < devices.size(); i++) {
+        block += devices[i] ? coded.slabs[i].stride() : 0;
+    }
+    return block == 0 ? 0 : std::min(coded.n_blocks, int64_t(memory / block));
+}
+
 bool has_sliding_pages(const Recipe& recipe) { return recipe.coded() && !recipe.needs_artefact(); }
 
 }  // namespace
@@ -187,6 +196,7 @@ CacheShape shape_of(const CacheConfig& config) {
     if (config.memory > 0) {
         shape.coded.n_blocks = blocks_within(config.memory, shape, n, config.recipe.page_tokens);
     }
+    shape.coded.n_host_blocks = host_blocks(config.host_memory, shape.coded, config.devices);
     for (const PoolShape* pool : {&shape.coded, &shape.exact, &shape.window}) {
         if (pool->n_blocks >= kNoBlock) {
             fail("a KV cache of {} tokens with -np {} has too many blocks: lower {}", config.tokens_total, n,
@@ -213,6 +223,15 @@ std::vector<size_t> layer_bytes(const CacheConfig& config) {
         for (size_t i = 0; i < bytes.size(); i++) {
             bytes[i] += size_t(pool->n_blocks) * pool->slabs[i].stride();
         }
+    }
+    return bytes;
+}
+
+std::vector<size_t> host_bytes(const CacheConfig& config) {
+    const PoolShape coded = shape_of(config).coded;
+    std::vector<size_t> bytes(config.layers.size());
+    for (size_t i = 0; i < config.devices.size(); i++) {
+        bytes[i] = config.devices[i] ? size_t(coded.n_host_blocks) * coded.slabs[i].stride() : 0;
     }
     return bytes;
 }

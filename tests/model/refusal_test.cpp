@@ -31,6 +31,9 @@ TEST(Refusal, NamesTheRemedy) {
     narrow.allow_slow = true;
     narrow.recent = 10;
     EXPECT_THAT(refusal(model.get(), narrow), testing::HasSubstr("--kv-recent"));
+    auto moved = kv("had2");
+    moved.host_memory = 1 << 20;
+    EXPECT_THAT(refusal(model.get(), moved), testing::HasSubstr("no layer has its cache on a GPU"));
     use_kv(kv("quarot:paper"));
     auto params = llama_context_default_params();
     params.type_k = GGML_TYPE_Q8_0;

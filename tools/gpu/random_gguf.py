@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Write a GGUF of the llama architecture with random Q4_0 weights: the shape of a large model without its download.
 
-usage: random_gguf.py FILE SHAPE     SHAPE: 8b, 4b, 70b8 (a 70B's layers, 8 of them), tiny
+usage: random_gguf.py FILE SHAPE [VOCABULARY]     SHAPE: 8b, 4b, 70b8 (a 70B's layers, 8 of them), tiny,
+                                                  small128 (head size 128, for a vocabulary of 49,152)
 
-For speed only: the weights mean nothing, and there is no vocabulary. Reads no package.
+For speed, and for what must be the same in two places: the weights mean nothing. Tokens have no text unless there is a
+VOCABULARY: a GGUF model whose tokenizer is taken over. Reads no package.
 """
 import os
 import struct
@@ -12,6 +14,7 @@ import sys
 # layers, width, feed-forward, heads, KV heads, head size, vocabulary
 SHAPES = {
     "tiny": (2, 256, 512, 4, 2, 64, 512),
+    "small128": (6, 1024, 2816, 8, 2, 128, 49152),
     "4b": (36, 2560, 9728, 32, 8, 128, 151936),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256),
     "70b8": (8, 8192, 28672, 64, 8, 128, 128256),
@@ -33,9 +36,38 @@ def metadata(shape):
         ("llama.attention.head_count_kv", UINT32, kv_heads), ("llama.attention.key_length", UINT32, size),
         ("llama.attention.value_length", UINT32, size), ("llama.rope.dimension_count", UINT32, size), ("llama.rope.freq_base", FLOAT32, 5e5),
         ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5), ("llama.vocab_size", UINT32, vocabulary),
-        ("tokenizer.ggml.model", STRING, "no_vocab"),
     ):
         yield text(name) + struct.pack("<I", kind) + (text(value) if kind == STRING else struct.pack("<I" if kind == UINT32 else "<f", value))
+
+
+# bytes of a GGUF value by type
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def tokenizer_of(path):
+    """The key-value pairs of a GGUF file that say what its tokens are, as bytes."""
+    with open(path, "rb") as file:
+        data = file.read(1 << 27)
+
+    def end_of(at, kind):
+        if kind == STRING:
+            return at + 8 + struct.unpack_from("<Q", data, at)[0]
+        if kind != 9:
+            return at + WIDTHS[kind]
+        kind, n = struct.unpack_from("<IQ", data, at)
+        at += 12
+        for _ in range(n if kind == STRING else 0):
+            at = end_of(at, STRING)
+        return at if kind == STRING else at + n * WIDTHS[kind]
+
+    at, pairs = 24, []
+    for _ in range(struct.unpack_from("<Q", data, 16)[0]):
+        value = end_of(at, STRING)
+        end = end_of(value + 4, struct.unpack_from("<I", data, value)[0])
+        if data[at + 8 : value].startswith(b"tokenizer."):
+            pairs.append(data[at:end])
+        at = end
+    return pairs
 
 
 def tensors(shape):
@@ -64,9 +96,10 @@ def q4_0_blocks(n, columns):
     return b"".join(scale + noise[16 * i : 16 * i + 16] for i in range(n))
 
 
-def write(path, shape):
+def write(path, shape, tokenizer):
     listed = list(tensors(shape))
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(listed), len(list(metadata(shape)))) + b"".join(metadata(shape))
+    pairs = [*metadata(shape), *tokenizer]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(listed), len(pairs)) + b"".join(pairs)
     offset = 0
     for name, columns, rows, kind in listed:
         dimensions = (columns,) if rows == 1 else (columns, rows)
@@ -91,6 +124,7 @@ if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
-    if len(sys.argv) != 3 or sys.argv[2] not in SHAPES:
+    if len(sys.argv) not in (3, 4) or sys.argv[2] not in SHAPES:
         sys.exit(__doc__)
-    write(sys.argv[1], SHAPES[sys.argv[2]])
+    none = [text("tokenizer.ggml.model") + struct.pack("<I", STRING) + text("no_vocab")]
+    write(sys.argv[1], SHAPES[sys.argv[2]], tokenizer_of(sys.argv[3]) if len(sys.argv) == 4 else none)
