@@ -1,6 +1,6 @@
 // crumb depth-bench: tokens a second behind a context of every depth, from one prompt that grows, where `crumb bench` computes a
-// prompt a depth; and of many sequences of the greatest depth, each with its own copy of the state of the first. Tokens are
-// random: speed alone.
+// prompt a depth; and of many sequences of the greatest depth, each with its own copy of the state of the first. By the median
+// step: graphs that are recorded anew and other programs take some steps longer. Tokens are random: speed alone.
 #include "command_line.h"
 #include "commands.h"
 #include "session.h"
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -21,7 +22,7 @@ struct Options {
     std::filesystem::path model;
     std::vector<int> depths = {0, 2048, 8192};
     std::vector<int> sequences;
-    int generated = 32, prompt = 512, rounds = 3, ubatch = 2048, gpu_layers = -1, threads = 0;
+    int generated = 32, prompt = 512, rounds = 3, ubatch = 2048, room = 0, gpu_layers = -1, threads = 0;
     bool shared = false, cpu_cache = false;
     std::string stock = "f16";
 };
@@ -40,7 +41,8 @@ public:
 
         const int most = o.sequences.empty() ? 1 : o.sequences.back();
         const int steps = (o.generated + kWarmSteps) * int(std::max<size_t>(1, o.sequences.size()));
-        const int longest = o.depths.back() + steps + int(o.depths.size()) * (o.generated + kWarmSteps + (o.rounds + 1) * o.prompt);
+        const int needed = o.depths.back() + steps + int(o.depths.size()) * (o.generated + kWarmSteps + (o.rounds + 1) * o.prompt);
+        const int longest = std::max(needed, o.room);
         auto context = llama_context_default_params();
         context.n_ctx = uint32_t((longest + 255) / 256 * 256 * most);
         context.n_batch = context.n_ubatch = uint32_t(std::max({o.ubatch, o.prompt, most}));
@@ -57,7 +59,7 @@ public:
         }
         positions_.resize(size_t(most));
         step(1, kWarmSteps);
-        prompt(o.prompt);
+        if (o.prompt > 0) { prompt(o.prompt); }
         clear(0);
     }
 
@@ -65,18 +67,18 @@ public:
         for (const int depth : o_.depths) {
             while (positions_[0] < depth) { prompt(std::min(o_.ubatch, depth - positions_[0])); }
             step(1, kWarmSteps);
-            report("tg", depth, 1, o_.generated, timed([&] { step(1, o_.generated); }));
+            report("tg", depth, 1, 1, step(1, o_.generated));
             if (depth == o_.depths.back()) { copies_at(depth); }
             if (o_.prompt == 0) { continue; }
             prompt(o_.prompt);
-            report("pp", depth, 1, o_.prompt * o_.rounds, timed([&] {
-                       for (int i = 0; i < o_.rounds; ++i) { prompt(o_.prompt); }
-                   }));
+            std::vector<double> seconds;
+            for (int i = 0; i < o_.rounds; ++i) { seconds.push_back(prompt(o_.prompt)); }
+            report("pp", depth, 1, o_.prompt, seconds);
         }
     }
 
 private:
-    static constexpr int kWarmSteps = 4;  // graphs are recorded in them
+    static constexpr int kWarmSteps = 8;  // graphs are recorded in them
 
     llama_memory_t memory() const { return llama_get_memory(context_.get()); }
 
@@ -85,38 +87,37 @@ private:
         positions_[size_t(sequence)] = 0;
     }
 
-    double timed(auto body) {
-        llama_synchronize(context_.get());
-        const auto start = std::chrono::steady_clock::now();
-        body();
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    }
-
-    void report(const char* test, int depth, int sequences, int tokens, double seconds) const {
-        std::printf("{\"test\": \"%s\", \"depth\": %d, \"sequences\": %d, \"tokens\": %d, \"tokens_per_second\": %.2f}\n", test, depth, sequences, tokens,
-                    tokens / seconds);
+    // `tokens` of a step.
+    void report(const char* test, int depth, int sequences, int tokens, std::vector<double> seconds) const {
+        std::ranges::sort(seconds);
+        const double mean = std::accumulate(seconds.begin(), seconds.end(), 0.0) / double(seconds.size());
+        std::printf("{\"test\": \"%s\", \"depth\": %d, \"sequences\": %d, \"steps\": %zu, \"tokens_per_second\": %.2f, \"by_mean_step\": %.2f}\n", test,
+                    depth, sequences, seconds.size(), tokens / seconds[seconds.size() / 2], tokens / mean);
         std::fflush(stdout);
     }
 
-    void decode(const llama_batch& batch) {
+    // Seconds that it takes.
+    double decode(const llama_batch& batch) {
+        const auto start = std::chrono::steady_clock::now();
         if (const int status = llama_decode(context_.get(), batch); status != 0) {
             fail("llama.cpp could not process {} tokens (status {}); {}", batch.n_tokens, status, llama::last_refusal());
         }
         llama_synchronize(context_.get());
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
 
     llama_token token() { return llama_token(random_() % unsigned(n_vocab_)); }
 
-    void prompt(int n) {
-        if (n == 0) { return; }
+    double prompt(int n) {
         std::vector<llama_token> tokens(static_cast<size_t>(n));
         std::ranges::generate(tokens, [&] { return token(); });
-        decode(llama_batch_get_one(tokens.data(), n));
         positions_[0] += n;
+        return decode(llama_batch_get_one(tokens.data(), n));
     }
 
-    // `steps` tokens of each of the first `n` sequences.
-    void step(int n, int steps) {
+    // `steps` tokens of each of the first `n` sequences; seconds of each step.
+    std::vector<double> step(int n, int steps) {
+        std::vector<double> seconds;
         llama_batch batch = llama_batch_init(n, 0, 1);
         batch.n_tokens = n;
         for (int i = 0; i < steps; ++i) {
@@ -124,9 +125,10 @@ private:
                 batch.token[s] = token(), batch.pos[s] = positions_[size_t(s)]++;
                 batch.n_seq_id[s] = 1, batch.seq_id[s][0] = s, batch.logits[s] = true;
             }
-            decode(batch);
+            seconds.push_back(decode(batch));
         }
         llama_batch_free(batch);
+        return seconds;
     }
 
     void copies_at(int depth) {
@@ -147,7 +149,7 @@ private:
                 positions_[size_t(made)] = llama_memory_seq_pos_max(memory(), made) + 1;
             }
             step(n, kWarmSteps);
-            report("tg", depth, n, n * o_.generated, timed([&] { step(n, o_.generated); }));
+            report("tg", depth, n, n, step(n, o_.generated));
         }
     }
 
@@ -172,6 +174,7 @@ int depth_bench(int argc, char** argv) {
     app.add_option("-p,--prompt", o.prompt, "tokens of a prompt that are timed together (0: none)")->capture_default_str()->check(CLI::Range(0, 1 << 16));
     app.add_option("-r,--rounds", o.rounds, "so many prompts")->capture_default_str()->check(CLI::Range(1, 1000));
     app.add_option("-s,--sequences", o.sequences, "also so many sequences at once, ascending, at the greatest depth")->delimiter(',')->check(CLI::Range(1, 1 << 12));
+    app.add_option("--room", o.room, "tokens that a sequence has room for, if that is more: what fits, without a long prompt")->check(CLI::Range(0, 1 << 24));
     app.add_flag("--shared", o.shared, "sequences share what they begin with: forks instead of copies");
     app.add_option("--ubatch-size", o.ubatch, "tokens of a step on the way to a depth")->capture_default_str()->check(CLI::Range(1, 1 << 16));
     app.add_option("--gpu-layers", o.gpu_layers, "layers on the GPU (-1: all)")->capture_default_str();

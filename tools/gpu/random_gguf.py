@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write a GGUF of the llama architecture with random Q4_0 weights: the shape of a large model without its download.
 
-usage: random_gguf.py FILE SHAPE [VOCABULARY]     SHAPE: 8b, 4b, 70b8 (a 70B's layers, 8 of them), tiny,
+usage: random_gguf.py FILE SHAPE [VOCABULARY]     SHAPE: 8b, 4b, 8b-quarter (of its layers and its vocabulary:
+                                                  a step of 8b is four of it), 70b8 (a 70B's layers, 8 of them), tiny,
                                                   small128 (head size 128, for a vocabulary of 49,152)
 
 For speed, and for what must be the same in two places: the weights mean nothing. Tokens have no text unless there is a
@@ -17,6 +18,7 @@ SHAPES = {
     "small128": (6, 1024, 2816, 8, 2, 128, 49152),
     "4b": (36, 2560, 9728, 32, 8, 128, 151936),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256),
+    "8b-quarter": (8, 4096, 14336, 32, 8, 128, 32064),
     "70b8": (8, 8192, 28672, 64, 8, 128, 128256),
 }
 F32, Q4_0 = 0, 2
