@@ -2,6 +2,7 @@
 says what, why and what to type, and nothing lost. usage: program_test.py CRUMB"""
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,11 @@ class Refusals(unittest.TestCase):
         for recipe in ("kivi128", "kitty", "ott", "kvarn:paper"):
             self.refused(1, "fills pages of 64 tokens", "have 128", arguments=["attn-bench", "-c", "64", "--kv", recipe])
         self.refused(1, "needs an artefact", arguments=["attn-bench", "-c", "64", "--kv", "oscar"])
+
+    def test_a_benchmark_says_which_instruction_sets_there_are(self):
+        other = "avx2" if platform.machine() == "aarch64" else "neon"
+        for flag in ("--isa", "--against"):
+            self.refused(1, f"no instruction set '{other}': it has portable", arguments=["attn-bench", "-c", "64", flag, other])
 
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],

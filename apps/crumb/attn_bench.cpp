@@ -43,14 +43,14 @@ Shape parse_shape(const std::string& text) {
 
 std::optional<Isa> find_isa(const std::string& text) {
     for (const Isa isa : kIsas) {
-        if (supported(isa) && text == name(isa)) { return isa; }
+        if (text == name(isa)) { return isa; }
     }
     return std::nullopt;
 }
 
 Isa parse_isa(const std::string& text) {
     if (text.empty()) { return best_isa(); }
-    if (const auto isa = find_isa(text)) { return *isa; }
+    if (const auto isa = find_isa(text); isa && supported(*isa)) { return *isa; }
     std::string names;
     for (const Isa isa : kIsas) {
         if (!supported(isa)) { continue; }
@@ -80,8 +80,8 @@ Cell measure(const Options& o, const Rows& rows, int context, Isa isa) {
     std::vector<std::unique_ptr<Candidate>> candidates;
     candidates.push_back(std::make_unique<Ours>(task, o.recipe, isa));
     for (const std::string& opponent : o.opponents) {
-        if (const auto other = find_isa(opponent)) {
-            candidates.push_back(std::make_unique<Ours>(task, o.recipe, *other));
+        if (find_isa(opponent)) {
+            candidates.push_back(std::make_unique<Ours>(task, o.recipe, parse_isa(opponent)));
             continue;
         }
         Task larger = task;  // the same number of layers as ours, or enough

@@ -63,7 +63,7 @@ void Evaluation::choose_variants() {
         for (const auto& stock : kStocks) { names.emplace_back(stock.name); }
         std::vector<std::string_view> slow;
         for (const auto& recipe : recipes()) {
-            if (recipe.slow() && !o_.allow_slow) {
+            if (recipe.slow() && !o_.allow_slow && !o_.kv_offload) {  // a GPU has kernels of some, and is asked below
                 slow.push_back(recipe.name);
             } else {
                 names.emplace_back(recipe.name);

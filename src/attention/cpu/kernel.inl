@@ -320,13 +320,13 @@ void to_rows(const Item& item, const Scratch& scratch, int n) {
     int8_t* high = scratch.q_bytes + n * item.q_rows * planes;
     int8_t* low = high + (item.q_rows - 1) * planes;
     alignas(64) int8_t codes[2][kMaxPlanes];  // high, low
-    Ints sums = {};
+    Words sums = {};  // of NaN they wrap
     for (int p = 0; p < planes; p += kLanes) {
         const Floats shifted =
             load<Floats>(q + p) * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
         const Ints code = reinterpret_cast<Ints>(shifted) - 0x4b400000;
         const Ints hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
-        sums += code;
+        sums += reinterpret_cast<Words>(code);
         store(codes[0] + p, __builtin_convertvector(hundreds, SignedBytes));
         store(codes[1] + p, __builtin_convertvector(code - (hundreds << 7), SignedBytes));
     }
@@ -337,11 +337,11 @@ void to_rows(const Item& item, const Scratch& scratch, int n) {
             __builtin_memcpy(low + i, codes[1] + plane, 4);
         }
     }
-    int32_t sum = 0;
+    uint32_t sum = 0;
     for (int i = 0; i < kLanes; i++) {
         sum += sums[i];
     }
-    scratch.q_offset[n] = 1.5f * float(sum);
+    scratch.q_offset[n] = 1.5f * float(int32_t(sum));
     scratch.q_unit[n] = largest / top;
 }
 
