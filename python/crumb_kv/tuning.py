@@ -213,7 +213,7 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
     first = rules.sink + rules.recent
     if window < first + PAGE or not windows:
         raise ValueError(f"training needs windows of {first + PAGE} tokens or more, whole ones, and {tokens} tokens in windows of {window} "
-                         "of these texts have none: give longer texts")
+                         "of these texts have none: give longer texts, fewer of them, or more tokens")
     if minutes is not None and minutes <= 0:
         raise ValueError(f"minutes is {minutes}: give more than 0, or leave it out and read all of the texts")
     _require_output(file)

@@ -187,6 +187,7 @@ def test_a_model_that_rules_tokens_out_is_refused(model, artefact, tmp_path):
 @pytest.mark.parametrize("options, message", [
     (dict(texts=[]), "windows of 480 of these texts have none"),
     (dict(texts=["1 2 3"]), "windows of 480 of these texts have none"),
+    (dict(texts=7 * [words(2000, 1)]), "give longer texts, fewer of them, or more tokens"),
     (dict(window=383), "384 tokens or more"),
     (dict(minutes=0), "minutes is 0: give more"),
     (dict(file="nowhere/a"), "'nowhere/a' cannot be written"),
