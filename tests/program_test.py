@@ -100,6 +100,11 @@ class Refusals(unittest.TestCase):
         for flag in ("--isa", "--against"):
             self.refused(1, f"no instruction set '{other}': it has portable", arguments=["attn-bench", "-c", "64", flag, other])
 
+    def test_depths_lie_beyond_what_is_timed_before_them(self):
+        model = self.folder / "model.gguf"
+        model.write_bytes(b"GGUF and weights")
+        self.refused(1, "cannot be 16", "from 1576 on", arguments=["depth-bench", "-m", model, "-d", "0,16"])
+
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],
                               capture_output=True, text=True, timeout=60,

@@ -22,10 +22,24 @@ struct Options {
     std::filesystem::path model;
     std::vector<int> depths = {0, 2048, 8192};
     std::vector<int> sequences;
-    int generated = 32, prompt = 512, rounds = 3, ubatch = 2048, room = 0, gpu_layers = -1, threads = 0;
+    int generated = 32, prompt = 512, rounds = 2, ubatch = 2048, room = 0, gpu_layers = -1, threads = 0;
     bool shared = false, cpu_cache = false;
     std::string stock = "f16";
 };
+
+constexpr int kWarmSteps = 8;  // graphs are recorded in them
+
+// Tokens that a depth adds to the prompt while it is timed.
+int timed(const Options& o) { return kWarmSteps + o.generated + (o.prompt > 0 ? o.rounds + 1 : 0) * o.prompt; }
+
+void require_room_between_depths(const Options& o) {
+    for (size_t i = 1; i < o.depths.size(); ++i) {
+        if (o.depths[i] - o.depths[i - 1] < timed(o)) {
+            fail("what is timed behind {} tokens takes {} more, so the next depth cannot be {}: take one from {} on, or fewer tokens with -n, -p, -r",
+                 o.depths[i - 1], timed(o), o.depths[i], o.depths[i - 1] + timed(o));
+        }
+    }
+}
 
 class Bench {
 public:
@@ -41,7 +55,7 @@ public:
 
         const int most = o.sequences.empty() ? 1 : o.sequences.back();
         const int steps = (o.generated + kWarmSteps) * int(std::max<size_t>(1, o.sequences.size()));
-        const int needed = o.depths.back() + steps + int(o.depths.size()) * (o.generated + kWarmSteps + (o.rounds + 1) * o.prompt);
+        const int needed = o.depths.back() + steps + timed(o);
         const int longest = std::max(needed, o.room);
         auto context = llama_context_default_params();
         context.n_ctx = uint32_t((longest + 255) / 256 * 256 * most);
@@ -78,8 +92,6 @@ public:
     }
 
 private:
-    static constexpr int kWarmSteps = 8;  // graphs are recorded in them
-
     llama_memory_t memory() const { return llama_get_memory(context_.get()); }
 
     void clear(int sequence) {
@@ -183,6 +195,7 @@ int depth_bench(int argc, char** argv) {
     app.add_option("-t,--threads", o.threads, "threads (default: all cores)");
     if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!std::ranges::is_sorted(o.depths) || !std::ranges::is_sorted(o.sequences)) { fail("depths and numbers of sequences must ascend"); }
+    require_room_between_depths(o);
     llama::quiet_log();
     Bench(o, arguments.kv).run();
     return 0;
