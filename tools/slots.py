@@ -115,7 +115,7 @@ class Slots:
         missing = [depth for depth in sorted(depths) if not os.path.exists(self.file(flags, depth))]
         kind = repeated(flags)
         if kind and missing:
-            begun = self.path("begun")
+            begun = self.path(f"begun.{self.computed}")
             if not os.path.exists(begun):
                 self.compute(F16, prompt, {min(self.computed, len(prompt)): begun})
             for depth in missing:
