@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 class Names(unittest.TestCase):
     def test_every_name_is_a_test(self):
-        files = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*") if path.suffix in (".cpp", ".h", ".py", ".sh")]
+        files = [path for folder in ("tests", "tools", "python/tests") for path in (ROOT / folder).rglob("*") if path.suffix in (".cpp", ".h", ".py", ".sh")]
         names = {path.stem for path in files}  # of files, test suites, tests and methods
         for path in files:
             for words in re.findall(r"(?:TEST|TEST_P|TEST_F|RC_GTEST_PROP|SUITE_P)\(\s*(\w+),\s*(\w+)|(?:class|def) (\w+)", path.read_text()):
