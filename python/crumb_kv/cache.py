@@ -66,7 +66,7 @@ class CrumbCache(Cache):
             models.check_artefact(model, artefact, shapes)
         elif models.has_key_bias(model):
             warnings.warn(f"crumb_kv: the keys of {type(model).__name__} have a bias, which '{recipe}' spends its codes on: expect "
-                          "nonsense. Take a recipe with an artefact, which knows their mean: crumb calibrate -m MODEL.gguf")
+                          "nonsense. Take a recipe with an artefact, which knows their mean: crumb_kv.calibrate(model, tokenizer, texts, FILE)")
         self.recipe, self.artefact = recipe, artefact
         self.rules = Rules(sink, recent)
         self.config = model.config.get_text_config(decoder=True)

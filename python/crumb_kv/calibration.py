@@ -6,7 +6,9 @@ queries read them; what the loss's gradient says about it is what errors of the 
 """
 
 import ctypes
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -153,6 +155,8 @@ def _gradients(model, run, tokens, generator):
     first = run.rules.sink + run.rules.recent
     with torch.enable_grad():
         logits = model(input_ids=tokens, use_cache=False).logits[0, first:].float()
+        if logits.isnan().any():
+            raise ValueError("crumb_kv: the model's logits are not numbers. Load it with dtype=torch.float32, and look at its weights")
         labels = _drawn(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     rows = slice(run.rules.sink, tokens.shape[1] - run.rules.recent)
@@ -163,6 +167,27 @@ def _gradients(model, run, tokens, generator):
             raise ValueError(f"crumb_kv: the gradient of layer {layer} is not finite. Load the model with dtype=torch.float32, or "
                              "type metric='none'")
         yield layer, k, v
+
+
+def require_output(file, kept=None):
+    """Reading takes long: what would keep its artefact from being written is said before it begins. kept: a file to leave alone."""
+    folder = Path(file).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise ValueError(f"'{file}' cannot be written: name a file in a folder that exists and may be written to")
+    if kept is not None and Path(file).exists() and Path(file).samefile(kept):
+        raise ValueError(f"'{file}' would be overwritten, and it is what is read: name another file")
+
+
+def require_texts(tokenizer, texts, tokens, window):
+    if not callable(tokenizer):
+        raise ValueError(f"the tokenizer is {tokenizer!r}: give that of the model, AutoTokenizer.from_pretrained(...)")
+    if isinstance(texts, (str, bytes)) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("texts is a list of strings: [Path('prose.txt').read_text(), ...]")
+    for text in texts:
+        if 0 < len(text) < 256 and "\n" not in text and Path(text).is_file():
+            raise ValueError(f"texts are read as they are, and '{text}' is the name of a file: give Path('{text}').read_text()")
+    if tokens < 1 or window < 2:
+        raise ValueError(f"tokens is {tokens} and window is {window}: give positive numbers of tokens")
 
 
 def _begins(tokenizer):
@@ -187,13 +212,16 @@ def _windows(tokenizer, texts, n_tokens, window):
     return windows
 
 
-def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metric="gradient", seed=0):
+def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metric="gradient", seed=0, report=None):
     """Reads texts (strings) with the model and writes the artefact `file`, which CrumbCache(model, ..., artefact=file) takes.
 
     tokens: of all texts together, in windows of `window`, each a sequence of its own. metric: how `planes` weighs errors:
-    "gradient", what they do to the model's predictions, one backward pass a window, or "none". An artefact made here knows its
-    model by the hash of its weights in BF16. Raises ValueError that says what is wrong and what to do."""
+    "gradient", what they do to the model's predictions, one backward pass a window, or "none". report(window, windows) is called after
+    each that has been read; with "gradient" all are read twice. An artefact made here knows its model by the hash of its weights
+    in BF16. Raises ValueError that says what is wrong and what to do."""
     shapes = models.shapes_of(model, leave_windows=True)
+    require_texts(tokenizer, texts, tokens, window)
+    require_output(file)
     if metric not in ("gradient", "none"):
         raise ValueError(f"there is no metric '{metric}': type metric='gradient' or 'none'")
     windows = _windows(tokenizer, texts, tokens, window) if texts else []
@@ -214,14 +242,17 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
         AttentionMaskInterface.register("crumb-calibrate", _mask)
         model.set_attn_implementation("crumb-calibrate")
         device = model.get_input_embeddings().weight.device
+        times = 2 if metric == "gradient" else 1
+        tell = (lambda window: report(window, times * len(windows))) if report else lambda window: None
         if metric == "gradient":
-            _add_metric(model, run, handle, windows, device, torch.Generator().manual_seed(seed))
+            _add_metric(model, run, handle, windows, device, torch.Generator().manual_seed(seed), tell)
         run.handle = handle
         with torch.no_grad():
-            for ids, fold in windows:
+            for at, (ids, fold) in enumerate(windows, 1 + (times - 1) * len(windows)):
                 of_c = (ctypes.c_int32 * ids.numel())(*ids[0].tolist())
                 library.require(c.crumb_calibration_begin(handle, fold, of_c, len(of_c)))
                 model(input_ids=ids.to(device), use_cache=False, logits_to_keep=1)
+                tell(at)
         layers = (ctypes.c_int * len(shapes))(*(shape.layer for shape in shapes))
         said = f"gradient (seed {seed}, clip {CLIP:g})" if metric == "gradient" else metric
         identity = library._Identity(**{name: value.encode() if isinstance(value, str) else value
@@ -235,15 +266,16 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
             parameter.requires_grad_(True)
 
 
-def _add_metric(model, run, handle, windows, device, generator):
+def _add_metric(model, run, handle, windows, device, generator, tell):
     sums, rows = {}, {0: 0, 1: 0}
-    for ids, fold in windows:
+    for at, (ids, fold) in enumerate(windows, 1):
         n_rows = ids.shape[1] - run.rules.sink - run.rules.recent
         if n_rows > 0:
             rows[fold] += n_rows
             for layer, k, v in _gradients(model, run, ids.to(device), generator):
                 before = sums.setdefault((fold, layer), [0, 0])
                 sums[fold, layer] = [before[0] + _squares(k, CLIP), before[1] + _squares(v, CLIP)]
+        tell(at)
     for (fold, layer), sides in sums.items():
         k, v = ((side / rows[fold]).cpu().contiguous() for side in sides)
         pointers = [ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_double)) for x in (k, v)]

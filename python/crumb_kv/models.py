@@ -1,7 +1,7 @@
 """What crumb needs to know of a transformers model, and which models it refuses."""
 
 import hashlib
-import json
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -111,9 +111,14 @@ def identity(model, shapes):
 
 
 def artefact_made_for(file):
-    """What an artefact says of its model, and how it was made. `file` has been read: it is a well-formed artefact."""
-    with open(file, "rb") as f:
-        return json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
+    """What an artefact says of its model, and how it was made."""
+    if file is None or not Path(file).is_file():
+        raise ValueError(f"there is no artefact {file}: make one with crumb_kv.calibrate(model, tokenizer, texts, FILE)")
+    with safe_open(file, framework="pt") as f:
+        made = f.metadata() or {}
+    if "model.architecture" not in made:
+        raise ValueError(f"'{file}' is not an artefact: make one with crumb_kv.calibrate(model, tokenizer, texts, FILE)")
+    return made
 
 
 def why_not_this_artefact(file, config, shapes, weights):

@@ -8,8 +8,8 @@ is a basis like any other: encode, its inverse, and steps.
 
 import ctypes
 import math
-import os
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -130,13 +130,6 @@ class _Run:
         return calibration._noisy_attention(q, k, v, coded_k - k, through(v_side, v) - v, self.far, shape)
 
 
-def _require_output(file):
-    """Training takes long: what would keep its artefact from being written is said before it begins."""
-    folder = Path(file).resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
-        raise ValueError(f"'{file}' cannot be written: name a file in a folder that exists and may be written to")
-
-
 def _sides(artefact, recipe, shapes, device):
     layers, sides = make_layers(recipe, shapes, artefact), {}
     with safe_open(artefact, framework="pt") as file:
@@ -203,20 +196,21 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
     them, and gone back through. What lies deeper than a window is not trained for. minutes: at most, to the end of a step. rate: of
     learning; it falls to 0 at the end of either. report(step, steps, divergence) is called after each step, nats a token. Wants a GPU for
     models of any size. Every 25 steps the artefact so far goes to FILE.unfinished: if training is cut off, it may be used, or be the
-    `artefact` of another call. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
+    `artefact` of another call, which reads its texts from their beginning. Returns the divergences. Raises ValueError that says what is wrong and what to do."""
     shapes, rules = models.shapes_of(model, leave_windows=True), Rules()
     window = min(window, getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", window))
     models.check_artefact(model, artefact, shapes)
+    calibration.require_texts(tokenizer, texts, tokens, window)
+    calibration.require_output(file, artefact)
     if not recipe.startswith("planes"):
         raise ValueError(f"'{recipe}' has no bases that could be trained: type recipe='planes', or a rate like 'planes:1.5'")
     windows = [ids for ids, _ in calibration._windows(tokenizer, texts, tokens, window) if ids.shape[1] == window] if texts else []
     first = rules.sink + rules.recent
     if window < first + PAGE or not windows:
-        raise ValueError(f"training needs windows of {first + PAGE} tokens or more, whole ones, and {tokens} tokens in windows of {window} "
-                         "of these texts have none: give longer texts, fewer of them, or more tokens")
+        raise ValueError(f"training reads whole windows of {window} tokens, of {first + PAGE} or more, and {tokens} tokens of these {len(texts)} texts "
+                         f"have none: give longer texts, fewer of them, more tokens, or window={first + PAGE} and up")
     if minutes is not None and minutes <= 0:
         raise ValueError(f"minutes is {minutes}: give more than 0, or leave it out and read all of the texts")
-    _require_output(file)
     device = model.get_input_embeddings().weight.device
     sides = _sides(str(artefact), recipe, shapes, device)
     order = models.channel_order(model.config.get_text_config(decoder=True), shapes[0].dim_k)
@@ -238,7 +232,7 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
         head = _Head(model, windows[0][:, :PAGE].to(device))
         for step, ids in enumerate(windows):
             done = max(step / len(windows), (time.monotonic() - begun) / (60 * minutes) if minutes else 0)
-            if done >= 1:
+            if costs and done >= 1:
                 break
             optimiser.param_groups[0]["lr"] = rate * min(1, (step + 1) / 10) * (0.51 + 0.49 * math.cos(math.pi * done))
             hidden = lambda: model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state[0, first:]
@@ -264,6 +258,9 @@ def tune(model, tokenizer, texts, artefact, file, *, recipe="planes", tokens=500
             parameter.requires_grad_(True)
     write(file)
     Path(unfinished).unlink(missing_ok=True)
+    end = sum(costs[-3:]) / len(costs[-3:])
+    if end > 3 * costs[0]:  # windows differ, by less than that
+        warnings.warn(f"crumb_kv: the divergence grew in training, from {costs[0]:.2g} to {end:.2g} nats a token: give a rate below {rate:g}")
     return costs
 
 

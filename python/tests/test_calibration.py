@@ -141,7 +141,30 @@ def test_long_gradients_say_how_much_and_not_which_way():
     (dict(texts=["1 2 3"]), "at least 2000 tokens and has 0"),
     (dict(window=300), "windows of 300 tokens"),
     (dict(metric="local"), "metric='gradient' or 'none'"),
+    (dict(window=0), "window is 0"),
+    (dict(tokens=-1), "tokens is -1"),
+    (dict(texts="1 2 3"), "texts is a list of strings"),
+    (dict(texts=[b"1 2 3"]), "texts is a list of strings"),
+    (dict(texts=[__file__]), "is the name of a file: give Path"),
+    (dict(tokenizer=None), "the tokenizer is None: give that of the model"),
+    (dict(file="nowhere/a"), "'nowhere/a' cannot be written"),
+    (dict(file="/"), "'/' cannot be written"),
 ])
 def test_wrong_calls_say_what_is_wrong(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        calibrate(model, Words(), **{**dict(texts=[words(6000, 1)], file=tmp_path / "a", tokens=5000), **options})
+        calibrate(model, **{**dict(tokenizer=Words(), texts=[words(6000, 1)], file=tmp_path / "a", tokens=5000), **options})
+
+
+def test_logits_that_are_not_numbers_are_said(tmp_path):
+    broken = make_model()
+    with torch.no_grad():
+        next(broken.parameters())[:] = float("nan")
+    with pytest.raises(ValueError, match="logits are not numbers"):
+        calibrate(broken, Words(), [words(6000, 1)], tmp_path / "a", tokens=5000)
+
+
+@pytest.mark.parametrize("metric, times", [("gradient", 2), ("none", 1)])
+def test_progress_is_reported(model, tmp_path, metric, times):
+    said = []
+    calibrate(model, Words(), [words(6000, 1)], tmp_path / "a", tokens=5000, metric=metric, report=lambda *what: said.append(what))
+    assert len(said) > 4 and said == [(i, len(said)) for i in range(1, len(said) + 1)] and len(said) % times == 0
