@@ -232,7 +232,7 @@ def test_models_that_cannot_be_served(config, message):
 
 
 def test_a_key_bias_is_warned_of():
-    with pytest.warns(UserWarning, match="keys of Qwen2ForCausalLM have a bias.*crumb calibrate"):
+    with pytest.warns(UserWarning, match="keys of Qwen2ForCausalLM have a bias.*crumb_kv.calibrate"):
         CrumbCache(make_model(Qwen2Config(**SIZES)), "had2")
 
 
