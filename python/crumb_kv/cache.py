@@ -58,8 +58,10 @@ class CrumbCache(Cache):
     """
 
     def __init__(self, model, recipe, *, artefact=None, sink=64, recent=256):
-        if sink < 0 or recent < 0:
+        if not all(isinstance(n, int) and n >= 0 for n in (sink, recent)):
             raise ValueError(f"sink is {sink} and recent is {recent}: both are numbers of tokens")
+        if not isinstance(recipe, str):
+            raise ValueError(f"the recipe is {recipe!r}: give its name, like 'had2' or 'planes:1.5'")
         shapes = models.shapes_of(model)
         self.coders = make_layers(recipe, shapes, artefact)
         if artefact is not None:

@@ -29,6 +29,8 @@ def refuse(model, why, remedy=NO_CRUMB):
 def shapes_of(model, leave_windows=False):
     """The Shape of every layer that is coded. leave_windows: layers with a sliding window are not, and stay as they are; else
     models that have some are refused. Raises ValueError for models whose cache crumb cannot be."""
+    if not hasattr(model, "config"):
+        raise ValueError(f"the model is {model!r}: give a loaded one, AutoModelForCausalLM.from_pretrained(...)")
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         refuse(model, "it is an encoder-decoder model")

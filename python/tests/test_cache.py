@@ -279,3 +279,18 @@ def test_a_pass_that_stopped_is_not_built_on(model):
         logits(model, ids, cache)
     cache.reset()
     assert torch.isfinite(logits(model, ids, cache)).all()
+
+
+@pytest.mark.parametrize("arguments, options, message", [
+    ((None,), {}, "the recipe is None: give its name"),
+    (("had2",), {"sink": 1.5}, "sink is 1.5 and recent is 256"),
+    (("had2",), {"recent": -1}, "recent is -1"),
+])
+def test_wrong_calls_say_what_is_wrong(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        CrumbCache(make_model(), *arguments, **options)
+
+
+def test_a_model_is_a_loaded_one():
+    with pytest.raises(ValueError, match="the model is 'smollm2': give a loaded one"):
+        CrumbCache("smollm2", "had2")
