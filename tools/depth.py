@@ -77,14 +77,17 @@ def kept_runs(path, args, caches):
     return records
 
 
-def measure(slots, server, flags, prompt, depth, args):
-    """Tokens a second behind `depth` tokens: of a prompt, and generated."""
+def measure(slots, server, flags, prompt, depth, begin, args):
+    """Tokens a second behind `depth` tokens: of a prompt, and generated. begin: where the text of depth 0 begins, another one every time,
+    for a server of crumb finds the pages of one that it knows."""
+    begin = begin if depth == 0 else 0
+
     def ask(tokens, answer):
         if depth:
             slots.restore(server, 0, flags, depth)
         else:
             server.call("/slots/0?action=erase", {})
-        return server.call("/completion", {"prompt": prompt[:depth + tokens], "n_predict": answer, **ANSWER})["timings"]
+        return server.call("/completion", {"prompt": prompt[begin:begin + depth + tokens], "n_predict": answer, **ANSWER})["timings"]
     asked, answered = ask(args.prompt, 1), ask(1, args.generate + 1)  # the first token is the prompt's
     if (asked["prompt_n"], answered["prompt_n"], answered["predicted_n"]) != (args.prompt, 1, args.generate + 1):
         raise RuntimeError(f"{flags}: behind {depth} tokens {asked['prompt_n']} of a prompt were computed and {answered['predicted_n']} generated, not "
@@ -172,7 +175,7 @@ def main():
         sys.exit("depth: error: every depth of --depths is beyond the @DEPTH of every cache")
     need_numpy(flags for _, flags, _, _ in missing)
     slots = Slots(args.crumb, args.model, args.folder, args.threads)
-    deepest = max(args.depths) + max(args.prompt, args.generate + 2)
+    deepest = max(args.depths) + max(args.prompt, args.generate + 2) + 1 + args.rounds
     servers = {}
     try:
         with open(kept, "a") as out:
@@ -181,9 +184,9 @@ def main():
                     servers[name] = slots.serve(flags, deepest)
                     prompt = prompt_of(servers[name], deepest)
                     slots.fill(flags, prompt, {d for n, _, _, d in missing if n == name and d})
-                    measure(slots, servers[name], flags, prompt, 0, args)  # what is first touched then is no cost of a depth
+                    measure(slots, servers[name], flags, prompt, 0, 0, args)  # what is first touched then is no cost of a depth
                 record = {"cache": name, "depth": depth, "round": round_, "load": os.getloadavg()[0], **settings(args), "flags": flags,
-                          **measure(slots, servers[name], flags, prompt, depth, args)}
+                          **measure(slots, servers[name], flags, prompt, depth, 1 + round_, args)}
                 records.append(record)
                 out.write(json.dumps(record) + "\n")
                 out.flush()
