@@ -104,6 +104,7 @@ class Refusals(unittest.TestCase):
         model = self.folder / "model.gguf"
         model.write_bytes(b"GGUF and weights")
         self.refused(1, "cannot be 16", "from 1576 on", arguments=["depth-bench", "-m", model, "-d", "0,16"])
+        self.refused(1, "4096 sequences of", "lower -s", arguments=["depth-bench", "-m", model, "-d", "16000000", "-s", "4096"])
 
     def test_an_environment_that_says_off_is_no_contradiction(self):
         done = subprocess.run([PROGRAM, "serve", "--kv", "had2", "-m", self.folder / "missing.gguf", "--port", "1"],

@@ -80,7 +80,7 @@ def kept_runs(path, args, caches):
 def measure(slots, server, flags, prompt, depth, begin, args):
     """Tokens a second behind `depth` tokens: of a prompt, and generated. begin: where the text of depth 0 begins, another one every time,
     for a server of crumb finds the pages of one that it knows."""
-    begin = begin if depth == 0 else 0
+    begin = 0 if depth else begin
 
     def ask(tokens, answer):
         if depth:

@@ -41,6 +41,22 @@ void require_room_between_depths(const Options& o) {
     }
 }
 
+int most_sequences(const Options& o) { return o.sequences.empty() ? 1 : o.sequences.back(); }
+
+// Tokens that each has room for.
+int64_t longest_sequence(const Options& o) {
+    const int64_t steps = int64_t(o.generated + kWarmSteps) * int64_t(std::max<size_t>(1, o.sequences.size()));
+    return std::max<int64_t>(o.depths.back() + steps + timed(o), o.room);
+}
+
+void require_context(const Options& o) {
+    constexpr int64_t kMost = int64_t(1) << 31;
+    if (const int64_t tokens = (longest_sequence(o) + 256) * most_sequences(o); tokens > kMost) {
+        fail("{} sequences of {} tokens are {} together, and llama.cpp counts to {}: lower -s, -d or --room", most_sequences(o), longest_sequence(o),
+             tokens, kMost);
+    }
+}
+
 class Bench {
 public:
     Bench(const Options& o, const std::optional<llama::KvOptions>& kv) : o_(o) {
@@ -53,12 +69,10 @@ public:
         if (!model_) { fail("{} is not a GGUF model that llama.cpp can load (its message is above)", o.model.string()); }
         n_vocab_ = llama_vocab_n_tokens(llama_model_get_vocab(model_.get()));
 
-        const int most = o.sequences.empty() ? 1 : o.sequences.back();
-        const int steps = (o.generated + kWarmSteps) * int(std::max<size_t>(1, o.sequences.size()));
-        const int needed = o.depths.back() + steps + timed(o);
-        const int longest = std::max(needed, o.room);
+        const int most = most_sequences(o);
+        const int64_t longest = longest_sequence(o);
         auto context = llama_context_default_params();
-        context.n_ctx = uint32_t((longest + 255) / 256 * 256 * most);
+        context.n_ctx = uint32_t((longest + 255) / 256 * 256 * most);  // require_context() has looked
         context.n_batch = context.n_ubatch = uint32_t(std::max({o.ubatch, o.prompt, most}));
         context.n_seq_max = uint32_t(most);
         context.n_threads = context.n_threads_batch = o.threads > 0 ? o.threads : int(std::max(1u, std::thread::hardware_concurrency()));
@@ -196,6 +210,7 @@ int depth_bench(int argc, char** argv) {
     if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!std::ranges::is_sorted(o.depths) || !std::ranges::is_sorted(o.sequences)) { fail("depths and numbers of sequences must ascend"); }
     require_room_between_depths(o);
+    require_context(o);
     llama::quiet_log();
     Bench(o, arguments.kv).run();
     return 0;
