@@ -3,27 +3,27 @@
 llama.cpp's own, in turns, so that what else the machine does meets all of them.
 
 usage: depth.py CRUMB MODEL.gguf -o NAME --folder FOLDER [--depths 0,2048,8192] [--rounds 3] [--threads 1] [--prompt 512] [--generate 32]
-                [--cache "had2=--kv had2" --cache "q8_0=-ctk q8_0 -ctv q8_0@4096" ...]
+                [--cache "had2=--kv had2" --cache "q8_0=-ctk q8_0 -ctv q8_0@4096" ...] [--svg FILE]
 
 A cache is NAME=FLAGS of `crumb serve`, with @DEPTH where its largest depth is smaller than the others'. A server a cache, all of them up at
 once. A measurement restores a slot file of so many tokens, asks for --prompt tokens more, restores it again and asks for --generate
 tokens; times are the server's own. FOLDER keeps the slot files (slots.py says how they are made), so that a run of a build for GPUs can make
 those of a run on CPUs. NAME.jsonl keeps every measurement, and one that is in it is not made again (those of other settings are
-refused); NAME.svg is the plot; the table goes to standard output. Beyond the context that a model was trained for, which a server keeps to,
-times are had with --override-kv ARCHITECTURE.context_length=int:65536 among the flags of each cache.
+refused); NAME.svg (or --svg FILE) is the plot; the table goes to standard output. depth_plot.py makes both again from NAME.jsonl. Beyond
+the context that a model was trained for, which a server keeps to, times are had with --override-kv ARCHITECTURE.context_length=int:65536
+among the flags of each cache.
 """
 import argparse
 import json
 import os
 import re
-import statistics
 import sys
 import urllib.error
 from pathlib import Path
 
+from depth_plot import plot, read_runs, table
 from loopback import message_of
 from slots import F16, Slots, need_numpy, prompt_of
-from svg import COLOURS, Svg
 
 CACHES = ["had2=--kv had2", f"f16={F16}"]
 ANSWER = {"temperature": 0, "ignore_eos": True, "cache_prompt": True, "id_slot": 0}
@@ -60,20 +60,11 @@ def kept_runs(path, args, caches):
     whole = text[:text.rfind("\n") + 1]
     if whole != text:
         os.truncate(path, len(whole.encode()))
-    records, flags = [], {name: flags for name, flags, _ in caches}
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            r = json.loads(line)
-            expected = settings(args) | {"flags": flags.get(r["cache"], r.get("flags"))}
-            measured = all(r[what] > 0 for what in ("prompt", "generate")) and r["depth"] >= 0 and r["round"] >= 0
-        except (ValueError, KeyError, TypeError, AttributeError):
-            measured = False
-        if not measured:
-            sys.exit(f"depth: error: line {number} of {path} is no measurement: remove the line, or choose another -o")
-        for what, value in expected.items():
-            if r.get(what) != value:
-                sys.exit(f"depth: error: line {number} of {path} was measured with {what} {r.get(what)}, not {value}: choose another -o, or remove the file")
-        records.append(r)
+    records, flags = read_runs(path, whole), {name: flags for name, flags, _ in caches}
+    for number, r in enumerate(records, 1):
+        for what, value in (settings(args) | {"flags": flags.get(r["cache"], r["flags"])}).items():
+            if r[what] != value:
+                sys.exit(f"depth: error: line {number} of {path} was measured with {what} {r[what]}, not {value}: choose another -o, or remove the file")
     return records
 
 
@@ -95,69 +86,13 @@ def measure(slots, server, flags, prompt, depth, begin, args):
     return {"prompt": 1000 * args.prompt / asked["prompt_ms"], "generate": 1000 * args.generate / answered["predicted_ms"]}
 
 
-def medians(records):
-    """(cache, depth): seconds of a thousand prompt tokens, and of a thousand generated ones."""
-    found = {}
-    for r in records:
-        found.setdefault((r["cache"], r["depth"]), []).append(r)
-    return {k: tuple(1000 / statistics.median(r[what] for r in runs) for what in ("prompt", "generate")) for k, runs in found.items()}
-
-
-def slope(points):
-    """Seconds more for a thousand tokens with every 1,024 tokens of depth: least squares through (depth, seconds)."""
-    if len(points) < 2:
-        return None
-    x = [d / 1024 for d, _ in points]
-    return statistics.linear_regression(x, [s for _, s in points]).slope
-
-
-def table(records):
-    measured, caches = medians(records), list(dict.fromkeys(r["cache"] for r in records))
-    depths = sorted({r["depth"] for r in records})
-    for i, what in enumerate(("prompt", "generated")):
-        print(f"\n| {what} tokens a second at | " + " | ".join(f"{d:,}" for d in depths) + " | ms more a token and 1k of depth |")
-        print("|---|" + "---|" * (len(depths) + 1))
-        for cache in caches:
-            here = [(d, measured[cache, d][i]) for d in depths if (cache, d) in measured]
-            cells = [f"{1000 / measured[cache, d][i]:.1f}" if (cache, d) in measured else "" for d in depths]
-            rise = slope(here)
-            print(f"| {cache} | " + " | ".join(cells) + f" | {'' if rise is None else f'{rise:.3f}'} |")
-    loads = [r["load"] for r in records]
-    rounds = len({r["round"] for r in records})
-    print(f"\n{records[0]['file']}, {records[0]['threads']} threads, medians of {rounds} rounds, "
-          f"load averages {min(loads):.1f} to {max(loads):.1f}")
-
-
-def plot(records, path):
-    measured, caches = medians(records), list(dict.fromkeys(r["cache"] for r in records))
-    depths = sorted({r["depth"] for r in records})
-    svg, height, width = Svg(820, 360), 260, 300
-    deepest = max(*depths, 1)
-    for i, what in enumerate(("a prompt token", "a generated token")):
-        left, most = 60 + 370 * i, 1.1 * max(v[i] for v in measured.values())
-        svg.text(left, 22, f"ms of {what}")
-        for step in range(5):
-            y = 40 + height * (1 - step / 4)
-            svg.line([(left, y), (left + width, y)])
-            svg.text(left - 6, y + 4, f"{most * step / 4:.0f}" if most > 20 else f"{most * step / 4:.1f}", "end")
-        for d in (0, deepest // 2, deepest):
-            svg.text(left + width * d / deepest, 56 + height, f"{d:,}", "middle")
-        for k, cache in enumerate(caches):
-            points = [(left + width * d / deepest, 40 + height * (1 - measured[cache, d][i] / most)) for d in depths if (cache, d) in measured]
-            svg.line(points, COLOURS[k % len(COLOURS)], 2)
-    for k, cache in enumerate(caches):
-        svg.bar(60 + 110 * k, 335, 12, 12, COLOURS[k % len(COLOURS)])
-        svg.text(78 + 110 * k, 346, cache)
-    svg.text(740, 346, "tokens before", "middle")
-    svg.save(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("crumb")
     parser.add_argument("model")
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--folder", required=True, help="of slot files")
+    parser.add_argument("--svg", help="the plot; NAME.svg without it")
     parser.add_argument("--depths", default="0,2048,4096,8192", type=depth_list)
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--threads", type=count, default=1)
@@ -196,7 +131,7 @@ def main():
             server.stop()
     print(file=sys.stderr)
     table(records)
-    plot(records, args.output + ".svg")
+    plot(records, args.svg or args.output + ".svg")
 
 
 if __name__ == "__main__":

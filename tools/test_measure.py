@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What depth.py and sessions.py refuse, what depth.py keeps of earlier runs, names of slot files, and that every tool explains itself.
+"""What depth.py and sessions.py refuse, what depth.py keeps of earlier runs and depth_plot.py makes of them, names of slot files, and that
+every tool explains itself.
 
 usage: test_measure.py
 """
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree
 from pathlib import Path
 
 from slots import Slots
@@ -23,12 +25,16 @@ class Measure(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
 
+    def run_alone(self, tool, *arguments):
+        return subprocess.run([sys.executable, TOOLS / tool, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
     def run_tool(self, tool, *arguments):
-        return subprocess.run([sys.executable, TOOLS / tool, self.folder / "no-crumb", "m.gguf", *map(str, arguments)], capture_output=True, text=True,
-                              timeout=60)
+        return self.run_alone(tool, self.folder / "no-crumb", "m.gguf", *arguments)
 
     def refused(self, status, words, tool, *arguments):
-        done = self.run_tool(tool, *arguments)
+        self.refuses(self.run_tool(tool, *arguments), status, words)
+
+    def refuses(self, done, status, words):
         self.assertEqual(done.returncode, status, done.stderr)
         self.assertIn(words, done.stderr)
         self.assertNotIn("Traceback", done.stderr)
@@ -100,6 +106,61 @@ class Measure(unittest.TestCase):
         for line in ("{}", "[]", "words", json.dumps(RUN | {"prompt": None}), json.dumps(RUN | {"generate": 0})):
             self.keep(json.dumps(RUN) + "\n", line + "\n")
             self.refused(1, "line 2 of", *self.depth())
+
+    def test_the_plot_goes_where_it_is_asked_for(self):
+        self.keep(json.dumps(RUN) + "\n")
+        self.assertEqual(self.run_tool(*self.depth("--svg", self.folder / "p.svg")).returncode, 0)
+        self.assertTrue((self.folder / "p.svg").exists())
+        self.assertFalse((self.folder / "runs.svg").exists())
+
+    def plotted(self, *runs):
+        """Texts of the plot of these runs and coordinates of its lines, by colour."""
+        self.keep(*(json.dumps(r) + "\n" for r in runs))
+        done = self.run_alone("depth_plot.py", self.folder / "runs.jsonl")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        texts, lines = [], {}
+        for element in xml.etree.ElementTree.parse(self.folder / "runs.svg").getroot():
+            if element.tag.endswith("text"):
+                texts.append(element.text)
+            elif element.tag.endswith("polyline") and element.get("stroke-width") == "2":
+                points = [tuple(map(float, point.split(","))) for point in element.get("points").split()]
+                lines.setdefault(element.get("stroke"), []).append(points)
+        return done.stdout, texts, lines
+
+    def test_a_plot_of_runs_from_elsewhere(self):
+        runs = [RUN | {"cache": cache, "flags": cache, "depth": depth, "round": i, "generate": generate * (1 + i)}
+                for cache, generate in (("a<b", 10), ("f16", 20)) for depth in (0, 8192) for i in range(3)]
+        table, texts, lines = self.plotted(*runs)
+        self.assertIn("| a<b | 20.0 | 20.0 | 0.000 |", table)
+        for text in ("m, 1 thread, medians of 3 rounds", "ms a generated token", "ms a prompt token", "a<b 50", "f16 25", "a<b 12.5", "8k"):
+            self.assertIn(text, texts)
+        slow, fast = (of_cache[0] for of_cache in lines.values())
+        self.assertLess(slow[0][1], fast[0][1])  # the slower one is further up, ...
+        self.assertEqual([y for _, y in slow], [slow[0][1]] * 2)  # ... as far at any depth
+        self.assertLess(slow[0][0], slow[1][0])
+
+    def test_a_plot_of_one_run(self):
+        self.assertIn("had2 50", self.plotted(RUN)[1])
+
+    def test_a_plot_of_several_files(self):
+        files = [self.folder / "a.jsonl", self.folder / "b.jsonl"]
+        for path, cache in zip(files, ("had2", "f16")):
+            path.write_text(json.dumps(RUN | {"cache": cache}) + "\n")
+        done = self.run_alone("depth_plot.py", *files, "--svg", self.folder / "both.svg")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("f16 50", (self.folder / "both.svg").read_text())
+
+    def test_what_is_not_plotted(self):
+        runs = self.folder / "runs.jsonl"
+        self.refuses(self.run_alone("depth_plot.py", runs), 1, "runs.jsonl")
+        for line, words in (("", "nothing was measured"), ("{}\n", "line 1 of"), (json.dumps(RUN) + '\n{"cache": "f', "line 2 of"),
+                            (json.dumps(RUN) + "\n" + json.dumps(RUN | {"threads": 2}), "threads 1 and 2"),
+                            (json.dumps(RUN) + "\n" + json.dumps(RUN | {"flags": "--kv int2"}), "with --kv had2 and with --kv int2"),
+                            ("\n".join(json.dumps(RUN | {"cache": f"c{i}"}) for i in range(9)), "9 caches")):
+            self.keep(line)
+            self.refuses(self.run_alone("depth_plot.py", runs), 1, words)
+        runs.write_bytes(b"\xff\n")
+        self.refuses(self.run_alone("depth_plot.py", runs), 1, "utf-8")
 
 
 if __name__ == "__main__":
