@@ -1,15 +1,16 @@
-// A page is decoded once for the rows of four tiles, and four query vectors share each load of it. A row over 2,048 tokens
-// (omni, 9 query and 3 KV heads of 64 channels, AVX-512, one thread of a busy machine) takes 4.2 ms alone, nearly all of it
-// decoding, and 0.31 ms in a prompt of 512, where the kernels of family T take 0.07 and 0.03 ms. Products are compiled for
-// AVX-512, AVX2 and what every machine has: sums run over directions or tokens in ascending order within a lane, so all
-// give the same bits.
+// A page is decoded once for the rows of up to 16 tiles. Rows that see the same tokens of a block, which are nearly all,
+// meet it together: eight query vectors share each load of it. Products are compiled for AVX-512, AVX2 and what every
+// machine has, without fused multiply-adds: sums run over directions or tokens in ascending order within a lane, so all give
+// the same bits.
 #include "attention/decoded.h"
 
 #include <crumb/error.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "attention/alibi.h"
 #include "base/clones.h"
@@ -20,85 +21,51 @@ namespace crumb {
 namespace {
 
 constexpr float kNothing = -3.402823466e38f;  // the top of no logits: finite, so that differences are numbers
-constexpr size_t kTilesTogether = 4;  // tiles of a sequence that share a decoded page
+constexpr float kSlack = 20.0f;  // a top is raised by logits that exceed it by more: sums are almost never rescaled
+constexpr int kTogether = 24;    // query vectors whose logits are kept at a time
+constexpr size_t kMostTiles = 16;  // of a task
 
-constexpr int kTogether = 4;  // query vectors whose products share the loads of a block
+// Numbers of several query vectors, `stride` apart.
+template <class T>
+struct Vectors {
+    T* first;
+    size_t stride;
+    T* operator[](int v) const { return first + size_t(v) * stride; }
+};
 
-// out[v][64] = sum over i of x[v][i] rows[i][64].
-CRUMB_CLONES void combine64(int n, const float* const (&x)[kTogether], const float* rows, float (&out)[kTogether][64]) {
-    for (int half = 0; half < 64; half += 2 * kLanes) {
-        Floats sum[kTogether][2] = {};
-        for (int i = 0; i < n; i++) {
-            Floats row[2];
-            std::memcpy(row, rows + i * 64 + half, sizeof row);
-            for (int v = 0; v < kTogether; v++) {
-                sum[v][0] += x[v][i] * row[0];
-                sum[v][1] += x[v][i] * row[1];
-            }
-        }
-        for (int v = 0; v < kTogether; v++) {
-            std::memcpy(out[v] + half, sum[v], sizeof sum[v]);
-        }
-    }
-}
-
-// out[v][width] += sum over i of x[v][i] rows[i][width] for the first `count` vectors; width is a multiple of 16.
-CRUMB_CLONES void add_rows(int n, int width, int count, const float* const (&x)[kTogether], const float* rows,
-                           float* const (&out)[kTogether]) {
+// out[v][width] += sum over i of x[v][i] rows[i][width].
+template <int kVectors>
+[[gnu::always_inline]] inline void add_products(int n, int width, Vectors<const float> x, const float* rows,
+                                                Vectors<float> out) {
     for (int c = 0; c < width; c += kLanes) {
-        Floats sum[kTogether];
-        for (int v = 0; v < kTogether; v++) {
+        Floats sum[kVectors];
+        for (int v = 0; v < kVectors; v++) {
             sum[v] = *reinterpret_cast<const Floats*>(out[v] + c);
         }
         for (int i = 0; i < n; i++) {
             const Floats row = *reinterpret_cast<const Floats*>(rows + size_t(i) * width + c);
-            for (int v = 0; v < kTogether; v++) {
+            for (int v = 0; v < kVectors; v++) {
                 sum[v] += x[v][i] * row;
             }
         }
-        for (int v = 0; v < count; v++) {
+        for (int v = 0; v < kVectors; v++) {
             *reinterpret_cast<Floats*>(out[v] + c) = sum[v];
         }
     }
 }
 
-constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// Adds to logits [begin, end) of 64 and returns the largest of them and `top`.
-CRUMB_CLONES float shift(int begin, int end, float by, float* logits, float top) {
-    Floats highest = Floats{} + top;
-    for (int t = 0; t < 64; t += kLanes) {
-        Floats x;
-        std::memcpy(&x, logits + t, sizeof x);
-        x += by;
-        std::memcpy(logits + t, &x, sizeof x);
-        highest = (kLane + t >= begin) & (kLane + t < end) & (x > highest) ? x : highest;
+// The same for any number of vectors; width is a multiple of 16. Eight vectors share the loads of rows.
+CRUMB_CLONES void add_products(int count, int n, int width, Vectors<const float> x, const float* rows, Vectors<float> out) {
+    int v = 0;
+    for (; v + 8 <= count; v += 8) {
+        add_products<8>(n, width, {x[v], x.stride}, rows, {out[v], out.stride});
     }
-    float lanes[kLanes];
-    std::memcpy(lanes, &highest, sizeof lanes);
-    for (int n = kLanes / 2; n > 0; n /= 2) {
-        for (int l = 0; l < n; l++) {
-            lanes[l] = lanes[l] < lanes[l + n] ? lanes[l + n] : lanes[l];
-        }
+    for (; v + 3 <= count; v += 3) {
+        add_products<3>(n, width, {x[v], x.stride}, rows, {out[v], out.stride});
     }
-    return lanes[0];
-}
-
-// weights[64] = e^(logits - top), 0 outside of [begin, end). Returns their sum.
-CRUMB_CLONES float exponentials(int begin, int end, const float* logits, float top, float* weights) {
-    Floats sums = {};
-    for (int t = 0; t < 64; t += kLanes) {
-        Floats x;
-        std::memcpy(&x, logits + t, sizeof x);
-        x -= top;
-        exponential(x);
-        x = Floats(Ints(x) & (kLane + t >= begin) & (kLane + t < end));
-        std::memcpy(weights + t, &x, sizeof x);
-        sums += x;
+    for (; v < count; v++) {
+        add_products<1>(n, width, {x[v], x.stride}, rows, {out[v], out.stride});
     }
-    float lanes[kLanes];
-    std::memcpy(lanes, &sums, sizeof lanes);
-    return folded(lanes);
 }
 
 // Tokens [begin, end) of a block.
@@ -108,20 +75,82 @@ struct Tokens {
     bool operator==(const Tokens&) const = default;
 };
 
-// Query vectors that see the same tokens of a block: sinks may lie before coded tokens, recent ones after.
-struct Seen {
-    Tokens parts[2];
-    int count = 0;
-    size_t vectors[kTogether];
-};
+// What a row sees of a block through codes, or exactly: sinks may lie before coded tokens, recent ones after.
+using Parts = std::array<Tokens, 2>;
 
-// Sums of one query vector so far.
-struct Sums {
-    float top = kNothing, weights = 0, coded_weights = 0;
-    std::vector<float> coded, exact;  // [D_v] by direction, by channel
-};
+constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Rows of a few tiles and one KV head. Query vectors are rows times the heads of the group.
+[[gnu::always_inline]] inline void mask_of(const Parts& parts, int first, Ints& mask) {
+    const Ints t = kLane + first;
+    mask = ((t >= parts[0].begin) & (t < parts[0].end)) | ((t >= parts[1].begin) & (t < parts[1].end));
+}
+
+// Adds mean[v] to logits[v][64]; highest[v] is the largest of those that are seen.
+CRUMB_CLONES void add_means(int count, const Parts& parts, const float* mean, float (*logits)[kPageTokens], float* highest) {
+    Ints mask[kPageTokens / kLanes];
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+        mask_of(parts, t, mask[t / kLanes]);
+    }
+    for (int v = 0; v < count; v++) {
+        Floats most = Floats{} + kNothing;
+        for (int t = 0; t < kPageTokens; t += kLanes) {
+            Floats& x = *reinterpret_cast<Floats*>(logits[v] + t);
+            x += mean[v];
+            most = mask[t / kLanes] & (x > most) ? x : most;
+        }
+        float lanes[kLanes];
+        std::memcpy(lanes, &most, sizeof lanes);
+        for (int n = kLanes / 2; n > 0; n /= 2) {
+            for (int l = 0; l < n; l++) {
+                lanes[l] = lanes[l] < lanes[l + n] ? lanes[l + n] : lanes[l];
+            }
+        }
+        highest[v] = lanes[0];
+    }
+}
+
+// logits[v][64] become e^(logit - top[v]), 0 where they are not seen; their sum is added to sums[v].
+CRUMB_CLONES void exponentials(int count, const Parts& parts, const float* top, float (*logits)[kPageTokens], float* sums) {
+    Ints mask[kPageTokens / kLanes];
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+        mask_of(parts, t, mask[t / kLanes]);
+    }
+    for (int v = 0; v < count; v++) {
+        Floats sum = {};
+        for (int t = 0; t < kPageTokens; t += kLanes) {
+            Floats x = *reinterpret_cast<const Floats*>(logits[v] + t);
+            x -= top[v];
+            exponential(x);
+            x = Floats(Ints(x) & mask[t / kLanes]);
+            *reinterpret_cast<Floats*>(logits[v] + t) = x;
+            sum += x;
+        }
+        float lanes[kLanes];
+        std::memcpy(lanes, &sum, sizeof lanes);
+        sums[v] += folded(lanes);
+    }
+}
+
+// BF16 is the upper half of FP32.
+CRUMB_CLONES void widen(size_t n, const std::byte* halves, float* to) {
+    for (size_t i = 0; i < n; i++) {
+        uint16_t half;
+        std::memcpy(&half, halves + 2 * i, sizeof half);
+        const uint32_t bits = uint32_t(half) << 16;
+        std::memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+// to [width][n] = transposed from [n][width].
+void transpose(size_t n, size_t width, const float* from, float* to) {
+    for (size_t j = 0; j < width; j++) {
+        for (size_t i = 0; i < n; i++) {
+            to[j * n + i] = from[i * width + j];
+        }
+    }
+}
+
+// Rows of some tiles of a sequence and one KV head. Query vectors are rows times the heads of the group.
 class Worker {
   public:
     Worker(const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
@@ -141,6 +170,12 @@ class Worker {
         const AttentionTile &first = tiles.front(), &last = tiles.back();
         rows_ = plan_.rows().subspan(first.first_row, last.first_row + last.n_rows - first.first_row);
         record_ = -1;
+        const size_t n = rows_.size() * size_t(group_);
+        top_.assign(n, kNothing);
+        for (const bool coded : {false, true}) {
+            weights_[coded].assign(n, 0.0f);
+            sums_[coded].assign(n * dim_v_, 0.0f);
+        }
         prepare_queries();
         uint32_t begin = first.first_block, end = 0;
         for (const AttentionTile& tile : tiles) {
@@ -151,70 +186,73 @@ class Worker {
             visit(block, true);
             visit(block, false);
         }
-        for (size_t i = 0; i < rows_.size(); i++) {
-            for (int g = 0; g < group_; g++) {
-                finish(rows_[i], head_ * group_ + g, sums_[i * group_ + g]);
-            }
-        }
+        finish();
     }
 
   private:
     const HeadTables& tables() const { return layer_.tables[head_]; }
+    const QueryRow& row_of(int vector) const { return rows_[vector / group_]; }
+    int head_of(int vector) const { return head_ * group_ + vector % group_; }
+    int vectors() const { return int(top_.size()); }
+
+    // Codes are met, and their values summed, by direction.
+    bool by_direction(bool coded) const { return coded && !by_channel_; }
+
+    Vectors<float> sums(bool by_direction, int vector) {
+        return {&sums_[by_direction][size_t(vector) * dim_v_], size_t(dim_v_)};
+    }
+
+    // The inverse map [direction][channel].
+    static std::vector<float> inverse(const SideTables& side) {
+        std::vector<float> rows;
+        for (int j = 0; j < side.format.dim; j++) {
+            const auto row = inverse_row(side, j);
+            rows.insert(rows.end(), row.begin(), row.end());
+        }
+        return rows;
+    }
 
     void prepare_queries() {
-        const size_t n = rows_.size() * size_t(group_);
-        q_.resize(n * dim_k_);
-        q_directions_.resize(n * dim_k_);
-        q_mean_.assign(n, 0.0f);
-        sums_.assign(n, Sums{.coded = std::vector<float>(dim_v_), .exact = std::vector<float>(dim_v_)});
-        inverse_v_.clear();
-        for (int j = 0; j < dim_v_ && !by_channel_; j++) {
-            const auto row = inverse_row(tables().v, j);
-            inverse_v_.insert(inverse_v_.end(), row.begin(), row.end());
+        const size_t dim = size_t(dim_k_);
+        q_.resize(vectors() * dim);
+        q_mean_.assign(vectors(), 0.0f);
+        for (int v = 0; v < vectors(); v++) {
+            const float* q = io_.q + row_of(v).token * io_.token_stride + head_of(v) * io_.head_stride;
+            std::transform(q, q + dim, &q_[v * dim], [&](float x) { return x * layer_.scale; });
         }
-        for (size_t i = 0; i < n; i++) {
-            const size_t token = rows_[i / group_].token, head = head_ * group_ + i % group_;
-            const float* q = io_.q + token * io_.token_stride + head * io_.head_stride;
-            float* scaled = &q_[i * dim_k_];
-            std::transform(q, q + dim_k_, scaled, [&](float x) { return x * layer_.scale; });
-            if (by_channel_) {
-                continue;
-            }
-            for (int j = 0; j < dim_k_; j++) {
-                q_directions_[i * dim_k_ + j] = dot(scaled, inverse_row(tables().k, j));
-            }
-            if (!tables().k.mean.empty()) {
-                q_mean_[i] = dot(scaled, tables().k.mean);
+        if (by_channel_) {
+            return;
+        }
+        std::vector<float> to_directions(dim * dim);
+        transpose(dim, dim, inverse(tables().k).data(), to_directions.data());
+        q_directions_.assign(q_.size(), 0.0f);
+        add_products(vectors(), dim_k_, dim_k_, {q_.data(), dim}, to_directions.data(), {q_directions_.data(), dim});
+        for (int v = 0; v < vectors() && !tables().k.mean.empty(); v++) {
+            for (size_t c = 0; c < dim; c++) {
+                q_mean_[v] += q_[v * dim + c] * tables().k.mean[c];
             }
         }
     }
 
-    static float dot(const float* x, std::span<const float> y) {
-        float sum = 0;
-        for (size_t c = 0; c < y.size(); c++) {
-            sum += x[c] * y[c];
-        }
-        return sum;
-    }
-
-    // What a row sees of a block, through codes or exactly: sinks may lie before coded tokens, recent ones after.
-    void seen(const QueryRow& row, int block, bool coded, Tokens (&parts)[2]) const {
+    Parts seen(const QueryRow& row, int block, bool coded) const {
         const int sink = plan_.sink(), first_exact = std::max(sink, row.coded_end);
         const auto part = [&](int begin, int end) {
             const int first = block * kPageTokens;
             return Tokens{std::clamp(std::max(begin, row.begin) - first, 0, kPageTokens),
                           std::clamp(std::min(end, row.end) - first, 0, kPageTokens)};
         };
-        parts[0] = coded ? part(sink, row.coded_end) : part(0, sink);
-        parts[1] = coded ? Tokens{} : part(first_exact, row.end);
+        return coded ? Parts{part(sink, row.coded_end), {}} : Parts{part(0, sink), part(first_exact, row.end)};
     }
 
+    // Rows that see the same tokens of a block meet it together.
     void visit(int block, bool coded) {
         bool loaded = false;
-        Seen batch;
-        for (size_t i = 0; i < rows_.size(); i++) {
-            Tokens parts[2];
-            seen(rows_[i], block, coded, parts);
+        const int n = int(rows_.size());
+        for (int begin = 0, end; begin < n; begin = end) {
+            const Parts parts = seen(rows_[begin], block, coded);
+            for (end = begin + 1; end < n && seen(rows_[end], block, coded) == parts;) {
+                end++;
+            }
             if (parts[0].empty() && parts[1].empty()) {
                 continue;
             }
@@ -222,17 +260,9 @@ class Worker {
                 coded ? load_coded(block) : load_exact(block);
                 loaded = true;
             }
-            for (int g = 0; g < group_; g++) {
-                if (batch.count == kTogether || (batch.count > 0 && !std::ranges::equal(batch.parts, parts))) {
-                    add(batch, block, coded);
-                    batch.count = 0;
-                }
-                std::ranges::copy(parts, batch.parts);
-                batch.vectors[batch.count++] = i * size_t(group_) + size_t(g);
+            for (int v = begin * group_; v < end * group_; v += kTogether) {
+                add(v, std::min(kTogether, end * group_ - v), parts, block, coded);
             }
-        }
-        if (batch.count > 0) {
-            add(batch, block, coded);
         }
     }
 
@@ -251,13 +281,8 @@ class Worker {
         }
         const size_t first = size_t(block % blocks) * kPageTokens;
         keys_.resize(size_t(dim_k_) * kPageTokens);
-        for (int t = 0; t < kPageTokens; t++) {
-            for (int j = 0; j < dim_k_; j++) {
-                keys_[j * kPageTokens + t] = record_k_[(first + t) * dim_k_ + j];
-            }
-        }
-        const auto rows = record_v_.begin() + ptrdiff_t(first * dim_v_);
-        values_.assign(rows, rows + ptrdiff_t(kPageTokens) * dim_v_);
+        transpose(kPageTokens, dim_k_, &record_k_[first * dim_k_], keys_.data());
+        values_ = &record_v_[first * dim_v_];
     }
 
     void load_exact(int block) {
@@ -265,112 +290,90 @@ class Worker {
         CRUMB_ASSERT(size_t(block) < table.ids.size() && table.ids[block] != kNoBlock);
         const std::byte* page = table.block(block) + head_ * exact_format_.bytes();
         keys_.resize(size_t(dim_k_) * kPageTokens);
-        values_.resize(size_t(dim_v_) * kPageTokens);
-        for (int t = 0; t < kPageTokens; t++) {
-            for (int c = 0; c < dim_k_; c++) {
-                keys_[c * kPageTokens + t] = to_float(key_at(exact_format_, page, t, c));
-            }
-            for (int c = 0; c < dim_v_; c++) {
-                values_[t * dim_v_ + c] = to_float(value_at(exact_format_, page, t, c));
-            }
-        }
+        exact_v_.resize(size_t(dim_v_) * kPageTokens);
+        widen(keys_.size(), page, keys_.data());
+        widen(exact_v_.size(), page + exact_format_.value_codes(), exact_v_.data());
+        values_ = exact_v_.data();
     }
 
-    void add(const Seen& batch, int block, bool coded) {
-        const bool directions = coded && !by_channel_;
-        const float *queries[kTogether], *weights[kTogether];
-        float* out[kTogether];
-        float logits[kTogether][kPageTokens], weight[kTogether][2][kPageTokens];
-        for (int v = 0; v < kTogether; v++) {  // the last vector again where there are fewer
-            const size_t i = batch.vectors[std::min(v, batch.count - 1)];
-            queries[v] = &(directions ? q_directions_ : q_)[i * dim_k_];
-            out[v] = (directions ? sums_[i].coded : sums_[i].exact).data();
-        }
-        combine64(dim_k_, queries, keys_.data(), logits);
-        for (int v = 0; v < batch.count; v++) {
-            weigh(batch, v, block, coded, logits[v], weight[v]);
-        }
-        for (size_t which = 0; which < std::size(batch.parts); which++) {
-            const Tokens& part = batch.parts[which];
-            if (part.empty()) {
-                continue;
-            }
-            for (int v = 0; v < kTogether; v++) {
-                weights[v] = weight[std::min(v, batch.count - 1)][which] + part.begin;
-            }
-            add_rows(part.end - part.begin, dim_v_, batch.count, weights, &values_[size_t(part.begin) * dim_v_], out);
-        }
-    }
-
-    // Weights of a vector's logits; what the vector has so far is brought to their top.
-    void weigh(const Seen& batch, int v, int block, bool coded, float* logits, float (&weights)[2][kPageTokens]) {
-        const size_t i = batch.vectors[v];
-        const QueryRow& row = rows_[i / size_t(group_)];
-        const int head = head_ * group_ + int(i % size_t(group_));
-        const float slope = layer_.alibi_max_bias > 0 ? float(alibi_slope(layer_.alibi_max_bias, layer_.n_head, head)) : 0;
-        Sums& sums = sums_[i];
-        float top = sums.top, mean = coded ? q_mean_[i] : 0.0f;
-        if (layer_.softcap > 0 || slope != 0) {
-            for (int t = 0; t < kPageTokens; t++) {
-                const float logit = logits[t] + mean;
-                logits[t] = (layer_.softcap > 0 ? layer_.softcap * std::tanh(logit / layer_.softcap) : logit) -
-                            slope * float(std::abs(row.position - (block * kPageTokens + t)));
-            }
-            mean = 0;
-        }
-        for (const Tokens& part : batch.parts) {
+    // A block for vectors [first, first + count).
+    void add(int first, int count, const Parts& parts, int block, bool coded) {
+        alignas(64) float logits[kTogether][kPageTokens] = {};
+        const std::vector<float>& q = by_direction(coded) ? q_directions_ : q_;
+        add_products(count, dim_k_, kPageTokens, {&q[size_t(first) * dim_k_], size_t(dim_k_)}, keys_.data(),
+                     {logits[0], kPageTokens});
+        weigh(first, count, parts, block, coded, logits);
+        for (const Tokens& part : parts) {
             if (!part.empty()) {
-                top = shift(part.begin, part.end, mean, logits, top);
-                mean = 0;  // it is in all of them now
+                add_products(count, part.end - part.begin, dim_v_, {logits[0] + part.begin, kPageTokens},
+                             values_ + size_t(part.begin) * dim_v_, sums(by_direction(coded), first));
             }
-        }
-        rescale(sums, top);
-        for (size_t part = 0; part < std::size(batch.parts); part++) {
-            if (batch.parts[part].empty()) {
-                continue;
-            }
-            const float sum = exponentials(batch.parts[part].begin, batch.parts[part].end, logits, top, weights[part]);
-            sums.weights += sum;
-            sums.coded_weights += coded ? sum : 0.0f;
         }
     }
 
-    static void rescale(Sums& sums, float top) {
-        if (top == sums.top) {
-            return;
+    // Logits become weights.
+    void weigh(int first, int count, const Parts& parts, int block, bool coded, float (*logits)[kPageTokens]) {
+        float mean[kTogether] = {}, highest[kTogether];
+        if (coded) {
+            std::copy_n(&q_mean_[first], count, mean);
         }
-        const float factor = std::exp(sums.top - top);
-        sums.top = top;
-        sums.weights *= factor;
-        sums.coded_weights *= factor;
-        for (float& x : sums.coded) {
-            x *= factor;
+        if (layer_.softcap > 0 || layer_.alibi_max_bias > 0) {
+            for (int v = 0; v < count; v++) {
+                adjust(first + v, block, std::exchange(mean[v], 0.0f), logits[v]);
+            }
         }
-        for (float& x : sums.exact) {
-            x *= factor;
+        add_means(count, parts, mean, logits, highest);
+        for (int v = 0; v < count; v++) {
+            if (highest[v] > top_[first + v] + kSlack) {
+                raise(first + v, highest[v]);
+            }
+        }
+        exponentials(count, parts, &top_[first], logits, &weights_[coded][first]);
+    }
+
+    void adjust(int vector, int block, float mean, float* logits) const {
+        const float slope =
+            layer_.alibi_max_bias > 0 ? float(alibi_slope(layer_.alibi_max_bias, layer_.n_head, head_of(vector))) : 0;
+        for (int t = 0; t < kPageTokens; t++) {
+            const float logit = logits[t] + mean;
+            logits[t] = (layer_.softcap > 0 ? layer_.softcap * std::tanh(logit / layer_.softcap) : logit) -
+                        slope * float(std::abs(row_of(vector).position - (block * kPageTokens + t)));
         }
     }
 
-    void finish(const QueryRow& row, int head, Sums& sums) {
-        float* out = io_.out + row.token * io_.out_stride + size_t(head) * dim_v_;
-        if (row.begin >= row.end) {
-            std::fill_n(out, dim_v_, 0.0f);
-            return;
+    // Brings what a vector has so far to a higher top.
+    void raise(int vector, float top) {
+        const float factor = std::exp(top_[vector] - top);
+        top_[vector] = top;
+        for (const bool coded : {false, true}) {
+            weights_[coded][vector] *= factor;
+            float* sum = sums(coded, vector)[0];
+            std::transform(sum, sum + dim_v_, sum, [&](float x) { return x * factor; });
         }
-        if (layer_.sinks) {
-            rescale(sums, std::max(sums.top, layer_.sinks[head]));
-            sums.weights += std::exp(layer_.sinks[head] - sums.top);
-        }
+    }
+
+    void finish() {
         if (!by_channel_) {
-            const float* coded[kTogether];
-            float* exact[kTogether];
-            std::ranges::fill(coded, sums.coded.data());
-            std::ranges::fill(exact, sums.exact.data());
-            add_rows(dim_v_, dim_v_, 1, coded, inverse_v_.data(), exact);
+            add_products(vectors(), dim_v_, dim_v_, {sums_[true].data(), size_t(dim_v_)}, inverse(tables().v).data(),
+                         sums(false, 0));
         }
         const bool add_mean = !by_channel_ && !tables().v.mean.empty();
-        for (int c = 0; c < dim_v_; c++) {
-            out[c] = (sums.exact[c] + (add_mean ? sums.coded_weights * tables().v.mean[c] : 0.0f)) / sums.weights;
+        for (int v = 0; v < vectors(); v++) {
+            const int head = head_of(v);
+            float* out = io_.out + row_of(v).token * io_.out_stride + size_t(head) * dim_v_;
+            if (row_of(v).begin >= row_of(v).end) {
+                std::fill_n(out, dim_v_, 0.0f);
+                continue;
+            }
+            if (layer_.sinks && layer_.sinks[head] > top_[v]) {
+                raise(v, layer_.sinks[head]);
+            }
+            const float sink = layer_.sinks ? std::exp(layer_.sinks[head] - top_[v]) : 0.0f;
+            const float weight = weights_[false][v] + weights_[true][v] + sink;
+            const float* sum = sums(false, v)[0];
+            for (int c = 0; c < dim_v_; c++) {
+                out[c] = (sum[c] + (add_mean ? weights_[true][v] * tables().v.mean[c] : 0.0f)) / weight;
+            }
         }
     }
 
@@ -386,28 +389,32 @@ class Worker {
     std::span<const QueryRow> rows_;
     std::vector<float> q_, q_directions_;  // [query vector][D_k], times the scale
     std::vector<float> q_mean_;            // [query vector], q . mean of the keys
-    std::vector<float> inverse_v_;         // [D_v][D_v]
-    std::vector<Sums> sums_;
-    int record_ = -1;                          // the coded record that is decoded
-    std::vector<float> record_k_, record_v_;   // [tokens][D]
-    std::vector<float> keys_, values_;
+    std::vector<float> top_;               // [query vector], logits are weighed relative to it
+    std::vector<float> weights_[2];        // [coded][query vector], their sums
+    std::vector<float> sums_[2];           // [by direction][query vector][D_v], values times weights
+    int record_ = -1;                         // the coded record that is decoded
+    std::vector<float> record_k_, record_v_;  // [tokens][D]
+    std::vector<float> keys_, exact_v_;
+    const float* values_ = nullptr;
 };
 
 }  // namespace
 
 void attend_decoded(const AttentionLayer& layer, const AttentionPlan& plan, std::span<const SequenceView> sequences,
-                    const AttentionIo& io, std::atomic<uint32_t>& next) {
+                    const AttentionIo& io, std::atomic<uint32_t>& next, int n_threads) {
     Worker worker(layer, plan, sequences, io);
+    const size_t heads = size_t(layer.n_head_kv);
+    const size_t together = std::clamp<size_t>(plan.tiles().size() * heads / (4 * size_t(n_threads)), 1, kMostTiles);
     std::vector<std::span<const AttentionTile>> groups;
     for (size_t first = 0, n = 1; first < plan.tiles().size(); first += n, n = 1) {
         const std::span<const AttentionTile> rest = plan.tiles().subspan(first);
         const auto sequence = [&](const AttentionTile& tile) { return plan.rows()[tile.first_row].sequence; };
-        while (n < std::min(rest.size(), kTilesTogether) && sequence(rest[n]) == sequence(rest[0])) {
+        while (n < std::min(rest.size(), together) && sequence(rest[n]) == sequence(rest[0])) {
             n++;
         }
         groups.push_back(rest.first(n));
     }
-    const uint32_t heads = uint32_t(layer.n_head_kv), n_tasks = uint32_t(groups.size()) * heads;
+    const uint32_t n_tasks = uint32_t(groups.size() * heads);
     // The last tiles of a sequence see the most tokens: they go first.
     for (uint32_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
         const uint32_t task = n_tasks - 1 - i;

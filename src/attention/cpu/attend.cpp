@@ -306,7 +306,7 @@ void attend(Isa isa, const AttentionLayer& layer, const AttentionPlan& plan, std
     CRUMB_ASSERT(0 <= thread && thread < n_threads && size_t(n_threads) <= s.threads.size());
     CRUMB_ASSERT(!layer.format.coded() || layer.tables.size() == size_t(layer.n_head_kv));
     if (!layer.format.planar() || (layer.decode_pages && layer.format.coded())) {
-        attend_decoded(layer, plan, sequences, io, s.decoded);
+        attend_decoded(layer, plan, sequences, io, s.decoded, n_threads);
         if (s.left.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
             s.left.store(0, std::memory_order_relaxed);
             s.decoded.store(0, std::memory_order_relaxed);
