@@ -21,6 +21,7 @@ namespace crumb {
 namespace {
 
 constexpr float kNothing = -3.402823466e38f;  // the top of no logits: finite, so that differences are numbers
+constexpr float kMinusInfinity = -__builtin_inff();
 constexpr float kSlack = 20.0f;  // a top is raised by logits that exceed it by more: sums are almost never rescaled
 constexpr int kTogether = 24;    // query vectors whose logits are kept at a time
 constexpr size_t kMostTiles = 16;  // of a task
@@ -78,25 +79,15 @@ struct Tokens {
 // What a row sees of a block through codes, or exactly: sinks may lie before coded tokens, recent ones after.
 using Parts = std::array<Tokens, 2>;
 
-constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-[[gnu::always_inline]] inline void mask_of(const Parts& parts, int first, Ints& mask) {
-    const Ints t = kLane + first;
-    mask = ((t >= parts[0].begin) & (t < parts[0].end)) | ((t >= parts[1].begin) & (t < parts[1].end));
-}
-
-// Adds mean[v] to logits[v][64]; highest[v] is the largest of those that are seen.
-CRUMB_CLONES void add_means(int count, const Parts& parts, const float* mean, float (*logits)[kPageTokens], float* highest) {
-    Ints mask[kPageTokens / kLanes];
-    for (int t = 0; t < kPageTokens; t += kLanes) {
-        mask_of(parts, t, mask[t / kLanes]);
-    }
+// Adds mean[v] to logits[v][64]. Those that are not seen become -inf; highest[v] is the largest.
+CRUMB_CLONES void add_means(int count, const int32_t (&seen)[kPageTokens], const float* mean, float (*logits)[kPageTokens],
+                            float* highest) {
     for (int v = 0; v < count; v++) {
         Floats most = Floats{} + kNothing;
         for (int t = 0; t < kPageTokens; t += kLanes) {
             Floats& x = *reinterpret_cast<Floats*>(logits[v] + t);
-            x += mean[v];
-            most = mask[t / kLanes] & (x > most) ? x : most;
+            x = *reinterpret_cast<const Ints*>(seen + t) != 0 ? x + mean[v] : Floats{} + kMinusInfinity;
+            most = x > most ? x : most;
         }
         float lanes[kLanes];
         std::memcpy(lanes, &most, sizeof lanes);
@@ -109,19 +100,14 @@ CRUMB_CLONES void add_means(int count, const Parts& parts, const float* mean, fl
     }
 }
 
-// logits[v][64] become e^(logit - top[v]), 0 where they are not seen; their sum is added to sums[v].
-CRUMB_CLONES void exponentials(int count, const Parts& parts, const float* top, float (*logits)[kPageTokens], float* sums) {
-    Ints mask[kPageTokens / kLanes];
-    for (int t = 0; t < kPageTokens; t += kLanes) {
-        mask_of(parts, t, mask[t / kLanes]);
-    }
+// logits[v][64] become e^(logit - top[v]); their sum is added to sums[v].
+CRUMB_CLONES void exponentials(int count, const float* top, float (*logits)[kPageTokens], float* sums) {
     for (int v = 0; v < count; v++) {
         Floats sum = {};
         for (int t = 0; t < kPageTokens; t += kLanes) {
             Floats x = *reinterpret_cast<const Floats*>(logits[v] + t);
             x -= top[v];
             exponential(x);
-            x = Floats(Ints(x) & mask[t / kLanes]);
             *reinterpret_cast<Floats*>(logits[v] + t) = x;
             sum += x;
         }
@@ -322,13 +308,17 @@ class Worker {
                 adjust(first + v, block, std::exchange(mean[v], 0.0f), logits[v]);
             }
         }
-        add_means(count, parts, mean, logits, highest);
+        alignas(Ints) int32_t is_seen[kPageTokens] = {};
+        for (const Tokens& part : parts) {
+            std::fill(is_seen + part.begin, is_seen + std::max(part.begin, part.end), 1);
+        }
+        add_means(count, is_seen, mean, logits, highest);
         for (int v = 0; v < count; v++) {
             if (highest[v] > top_[first + v] + kSlack) {
                 raise(first + v, highest[v]);
             }
         }
-        exponentials(count, parts, &top_[first], logits, &weights_[coded][first]);
+        exponentials(count, &top_[first], logits, &weights_[coded][first]);
     }
 
     void adjust(int vector, int block, float mean, float* logits) const {

@@ -22,7 +22,8 @@ using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
         series = series * r + coefficient;
     }
     const Ints power = (Ints(rounded) - Ints(Floats{} + kRound) + 127) << 23;
-    x = Floats((Ints(series * Floats(power)) & (x > -87.0f)) | (Ints(x) & (x != x)));
+    const Floats none = x != x ? x : Floats{};
+    x = x > -87.0f ? series * Floats(power) : none;
 }
 
 // The sum of 16 numbers, halves added to halves.
