@@ -21,6 +21,11 @@ CodeAt in_block(int block, int quarter, int dword, int byte, int field) {
             2u * uint32_t(field)};
 }
 
+constexpr int kLanes = 16;  // of a block
+
+// The same byte and field of another lane than the first: quarters may be swapped.
+CodeAt in_lane(CodeAt first, int lane) { return {first.byte ^ 4u * uint32_t(lane), first.shift}; }
+
 uint32_t load(const uint8_t* p) {
     uint32_t word;
     std::memcpy(&word, p, sizeof word);
@@ -77,10 +82,13 @@ void pack_keys(int planes, std::span<const uint8_t> codes, std::byte* page_codes
 
 void unpack_keys(int planes, const std::byte* page_codes, std::span<uint8_t> codes) {
     CRUMB_ASSERT(planes % kPlaneStep == 0 && codes.size() == size_t(kPageTokens) * planes);
-    for (int token = 0; token < kPageTokens; ++token) {
-        for (int plane = 0; plane < planes; plane += 4) {
-            const uint32_t word = extract(page_codes, key_code_at(planes, token, plane));
-            std::memcpy(&codes[size_t(token) * planes + plane], &word, sizeof word);
+    for (int plane = 0; plane < planes; plane += 4) {
+        for (int token = 0; token < kPageTokens; token += kLanes) {
+            const CodeAt first = key_code_at(planes, token, plane);
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const uint32_t word = extract(page_codes, in_lane(first, lane));
+                std::memcpy(&codes[size_t(token + lane) * planes + plane], &word, sizeof word);
+            }
         }
     }
 }
@@ -102,11 +110,14 @@ void pack_values(int planes, std::span<const uint8_t> codes, std::byte* page_cod
 void unpack_values(int planes, const std::byte* page_codes, std::span<uint8_t> codes) {
     CRUMB_ASSERT(planes % kPlaneStep == 0 && codes.size() == size_t(kPageTokens) * planes);
     for (int token = 0; token < kPageTokens; token += 4) {
-        uint8_t* row = &codes[size_t(token) * planes];
-        for (int plane = 0; plane < planes; ++plane) {
-            const uint32_t word = extract(page_codes, value_code_at(planes, token, plane));
-            for (int b = 0; b < 4; ++b) {
-                row[b * planes + plane] = uint8_t(word >> (8 * b));
+        for (int plane = 0; plane < planes; plane += kLanes) {
+            const CodeAt first = value_code_at(planes, token, plane);
+            uint8_t* row = &codes[size_t(token) * planes + plane];
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const uint32_t word = extract(page_codes, in_lane(first, lane));
+                for (int b = 0; b < 4; ++b) {
+                    row[b * planes + lane] = uint8_t(word >> (8 * b));
+                }
             }
         }
     }
