@@ -159,6 +159,28 @@ TEST(DeviceGraph, ShortReplaysGiveTheSame) {
     EXPECT_EQ(plain.out, replayed.out);
 }
 
+// Layers with different counts of planes share a kernel and take different amounts of shared memory; a graph is instantiated when the
+// last of them has been recorded.
+TEST(DeviceGraph, ShortLayersOfDifferentSizes) {
+    for (const std::vector<Kernels>& kernels : all_kernels()) {
+        const KernelFormat& f = kernels[0].compiled;
+        if (!f.any_planes || !kernels[0].unpack) continue;
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        require(cudaStreamCreate(&stream), "stream");
+        require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+        for (const int planes : {f.k.planes, 32}) {
+            UnpackArgs args = {.n_head_kv = 1, .parts = 1};
+            args.planes = {planes, planes, true, true};
+            kernels[0].unpack(args, 1, stream);
+        }
+        require(cudaStreamEndCapture(stream, &graph), "end of capture");
+        EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess) << "heads of " << f.k.dim << ", up to " << f.k.planes << " planes";
+        cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+    }
+}
+
 }  // namespace
 
 }  // namespace crumb::cuda

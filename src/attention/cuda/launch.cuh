@@ -9,6 +9,7 @@
 #include "attention/cuda/decode.h"
 #include "attention/cuda/prefill_tiles.h"
 #include "attention/cuda/step.h"
+#include "base/cuda/shared_memory.h"
 
 namespace crumb::cuda {
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kUnpackThreads, kUnpackBlocks) unpack_kernel(c
 // Errors of a launch stay where CUDA keeps them: callers ask cudaGetLastError() once a step.
 template <class Args>
 void launch(void (*kernel)(Args), const Args& args, int blocks, int threads, size_t shared, Stream stream) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    allow_shared_memory(kernel, shared);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(blocks));
     config.blockDim = dim3(unsigned(threads));

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "base/cuda/shared_memory.h"
 #include "recipe/cuda/encode.h"
 #include "recipe/cuda/launch.h"
 
@@ -67,7 +68,7 @@ void launch_encode(const EncodeArgs& args, const EncodeJob* jobs, int n_jobs, vo
     cut(shape, blocks, [&]<int kTokens, int kDirections>() {
         using E = Encode<kTokens, kDirections>;
         const size_t shared = E::shared_bytes(shape);
-        cudaFuncSetAttribute(encode_kernel<kTokens, kDirections>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+        allow_shared_memory(encode_kernel<kTokens, kDirections>, shared);
         encode_kernel<kTokens, kDirections><<<blocks * E::kSlices, kEncodeThreads, shared, cudaStream_t(stream)>>>(args, jobs);
     });
 }
@@ -78,7 +79,7 @@ void launch_encode_layers(const EncodeLayers& layers, const EncodeJob* jobs, int
     cut(layers.shape, blocks, [&]<int kTokens, int kDirections>() {
         using E = Encode<kTokens, kDirections>;
         const size_t shared = E::shared_bytes(layers.shape);
-        cudaFuncSetAttribute(encode_layers_kernel<kTokens, kDirections>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+        allow_shared_memory(encode_layers_kernel<kTokens, kDirections>, shared);
         encode_layers_kernel<kTokens, kDirections><<<blocks * E::kSlices, kEncodeThreads, shared, cudaStream_t(stream)>>>(
             layers.args, layers.most_heads, slots, jobs, n_jobs);
     });
