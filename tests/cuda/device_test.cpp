@@ -170,10 +170,11 @@ TEST(DeviceGraph, ShortLayersOfDifferentSizes) {
         cudaGraphExec_t exec;
         require(cudaStreamCreate(&stream), "stream");
         require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+        const PrefillShape shape = {.n_chunks = 1, .rows_per_chunk = 128, .n_head = 1, .n_head_kv = 1, .blocks = 1, .most_entries = 2, .dim = f.k.dim};
         for (const int planes : {f.k.planes, 32}) {
-            UnpackArgs args = {.n_head_kv = 1, .parts = 1};
-            args.planes = {planes, planes, true, true};
-            kernels[0].unpack(args, 1, stream);
+            PageFormat format = {.k = f.k, .v = f.v};
+            format.k.planes = format.v.planes = planes;
+            unpack_slice(fitted(kernels[0], format), 0, shape, {}, {}, nullptr, stream);
         }
         require(cudaStreamEndCapture(stream, &graph), "end of capture");
         EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess) << "heads of " << f.k.dim << ", up to " << f.k.planes << " planes";
