@@ -16,6 +16,8 @@ constexpr PageFormat kScaleZero = format(64, 64, 64, SideInfo::scale_zero, false
 constexpr PageFormat kTails = format(64, 96, 32, SideInfo::gain8, true);
 constexpr KernelFormat kAny = {{64, 128, SideInfo::gain8, true}, {64, 128, SideInfo::gain8, true}, true};
 constexpr KernelFormat kAnyMore = {{64, 192, SideInfo::gain8, true}, {64, 192, SideInfo::gain8, true}, true};
+constexpr KernelFormat kAnyWide = {{256, 256, SideInfo::gain8, true}, {256, 256, SideInfo::gain8, true}, true};
+constexpr KernelFormat kAnyWideMore = {{256, 384, SideInfo::gain8, true}, {256, 384, SideInfo::gain8, true}, true};
 constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
 
 class CudaDecode : public testing::Test {
@@ -71,6 +73,30 @@ TEST_F(CudaDecode, AnyPlanes) {
     }
     EXPECT_FALSE(compiled[0].compiled.takes(format(64, 160, 32, SideInfo::gain8, true)));
     EXPECT_FALSE(compiled[0].compiled.takes(format(64, 64, 32, SideInfo::gain16, true)));
+}
+
+// Heads of 256 channels: counts on either side of the head size, odd ones, means on both sides, one or none; 1, 4 and 8 heads a KV head.
+TEST_F(CudaDecode, AnyPlanesOfWideHeads) {
+    const auto check = [&](std::span<const Kernels> compiled, int k, int v, bool mean_k, bool mean_v) {
+        PageFormat f = format(256, k, v, SideInfo::gain8, true);
+        f.k.mean = mean_k, f.v.mean = mean_v;
+        ASSERT_TRUE(compiled[0].compiled.takes(f));
+        const Kernels kernels[] = {fitted(compiled[0], f), fitted(compiled[1], f)};
+        Cases cases(machine, kernels);
+        cases.ends(4, 1, {410, 65, 3}, 1, 1.0f, true);
+        cases.ends(1, 1, {300}, 1, 2.0f, true);
+        cases.ends(8, 1, {190, 260}, 1, 1.0f, true);
+    };
+    const Kernels wide[] = {emulated_kernels<kAnyWide, 1>(), emulated_kernels<kAnyWide, 2>()};
+    check(wide, 256, 256, true, true);
+    check(wide, 96, 224, true, false);
+    check(wide, 224, 32, false, true);
+    const Kernels more[] = {emulated_kernels<kAnyWideMore, 1>(), emulated_kernels<kAnyWideMore, 2>()};
+    check(more, 384, 160, false, false);
+    check(more, 288, 384, true, true);
+    check(more, 32, 352, false, true);
+    EXPECT_FALSE(wide[0].compiled.takes(format(256, 288, 256, SideInfo::gain8, true)));
+    EXPECT_FALSE(more[0].compiled.takes(format(256, 256, 416, SideInfo::gain8, true)));
 }
 
 TEST_F(CudaDecode, MorePlanesOfKeysThanOfValues) {

@@ -7,7 +7,6 @@
 #        on the machine with the GPU, is it right?
 #        e2e.sh small PACK OUT MODEL TEXT [ARTEFACT]   MODEL: a small GGUF with F32 weights, TEXT: a text file of 120 kB,
 #                                             ARTEFACT: of crumb calibrate, for planes
-#        e2e.sh wide PACK OUT MODEL TEXT      planes at head size 128: random weights with MODEL's tokenizer, calibrated here
 #        e2e.sh two PACK OUT MODEL TEXT       layers on two GPUs: the same text as with one?
 #        is it fast? SHAPE: of random_gguf.py, 8b by default
 #        e2e.sh large PACK OUT [SHAPE [DEPTHS]]  one sequence; DEPTHS: 0,2048,8192,32768,131072 by default
@@ -87,18 +86,10 @@ main_memory() {
     long -n 64 --prompt-cache "$out/state" 2>/dev/null | cmp - "$out/text." && echo "restored from main memory: the same text"
 }
 
-# $1: shape, $2: a model whose tokenizer it gets
+# $1: shape
 random_model() {
     model=$out/$1.gguf
-    [[ -e $model ]] || { python3 "$tools/random_gguf.py" "$model.part" "$1" ${2:+"$2"} && mv "$model.part" "$model"; }
-}
-
-# $1: model with a tokenizer, $2: text
-wide_model() {
-    random_model small128 "$1"
-    head -c 400000 "$2" >"$out/calibration.txt"
-    "$crumb" calibrate -m "$model" -f "$out/calibration.txt" --no-chat --tokens 8192 -c 2048 --metric local -o "$out/wide.safetensors" 2>&1 | tail -n 3
-    small_model "-m $model --kv-artifact $out/wide.safetensors" planes "$2"
+    [[ -e $model ]] || { python3 "$tools/random_gguf.py" "$model.part" "$1" && mv "$model.part" "$model"; }
 }
 
 # $1: model, $2: text
@@ -138,10 +129,12 @@ large_shape() {
 
 # $1: numbers of sequences, $2: tokens of each
 many_sequences() {
-    local tokens
+    local tokens count
     for tokens in 0 "$2"; do
         speed had2 --kv had2 -d "$tokens" -s "$1" -n 16 -p 0
-        speed f16 -d "$tokens" -s "$1" -n 16 -p 0 --ubatch-size 512
+        for count in ${1//,/ }; do # each alone: what does not fit takes nothing with it
+            speed f16 -d "$tokens" -s "$count" -n 16 -p 0 --ubatch-size 512
+        done
     done
 }
 
@@ -199,7 +192,7 @@ P
 
 case ${1:-} in
     pack) pack "${2:?build folder}" "${3:?target folder}" ;;
-    small | wide | two | large | many | fit | host | profile)
+    small | two | large | many | fit | host | profile)
         crumb=$(realpath "${2:?folder that e2e.sh pack made}")/crumb
         mkdir -p "${3:?output folder}"
         out=$(realpath "$3")
@@ -211,7 +204,6 @@ case ${1:-} in
                 small_model "-m $model" had2 "$text" | tee "$out/had2.txt"
                 [[ -z ${6:-} ]] || small_model "-m $model --kv-artifact $(realpath "$6")" planes "$text" | tee "$out/planes.txt"
                 ;;
-            wide) wide_model "$(realpath "${4:?model}")" "$(realpath "${5:?text}")" | tee "$out/wide.txt" ;;
             two) two_gpus "$(realpath "${4:?model}")" "$(realpath "${5:?text}")" | tee "$out/two.txt" ;;
             large) random_model "${4:-8b}" && large_shape "${5:-0,2048,8192,32768,131072}" | tee "$out/large.txt" ;;
             many) random_model "${4:-8b}" && many_sequences "${5:-8,32,64}" "${6:-32768}" | tee "$out/many.txt" ;;
@@ -221,7 +213,7 @@ case ${1:-} in
         esac
         ;;
     *)
-        sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac

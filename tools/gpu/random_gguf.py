@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
 """Write a GGUF of the llama architecture with random Q4_0 weights: the shape of a large model without its download.
 
-usage: random_gguf.py FILE SHAPE [VOCABULARY]     SHAPE: 8b, 4b, 8b-quarter (of its layers and its vocabulary:
-                                                  a step of 8b is four of it), 70b8 (a 70B's layers, 8 of them), tiny,
-                                                  small128 (head size 128, for a vocabulary of 49,152)
+usage: random_gguf.py FILE SHAPE     SHAPE: 8b, 4b, 8b-quarter (of its layers and its vocabulary: a step of 8b is four of it),
+                                     70b8 (a 70B's layers, 8 of them), tiny
 
-For speed, and for what must be the same in two places: the weights mean nothing. Tokens have no text unless there is a
-VOCABULARY: a GGUF model whose tokenizer is taken over. Reads no package.
+For speed: the weights mean nothing, and tokens have no text. Reads no package.
 """
 import os
 import struct
@@ -15,7 +13,6 @@ import sys
 # layers, width, feed-forward, heads, KV heads, head size, vocabulary
 SHAPES = {
     "tiny": (2, 256, 512, 4, 2, 64, 512),
-    "small128": (6, 1024, 2816, 8, 2, 128, 49152),
     "4b": (36, 2560, 9728, 32, 8, 128, 151936),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256),
     "8b-quarter": (8, 4096, 14336, 32, 8, 128, 32064),
@@ -38,38 +35,9 @@ def metadata(shape):
         ("llama.attention.head_count_kv", UINT32, kv_heads), ("llama.attention.key_length", UINT32, size),
         ("llama.attention.value_length", UINT32, size), ("llama.rope.dimension_count", UINT32, size), ("llama.rope.freq_base", FLOAT32, 5e5),
         ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5), ("llama.vocab_size", UINT32, vocabulary),
+        ("tokenizer.ggml.model", STRING, "no_vocab"),
     ):
         yield text(name) + struct.pack("<I", kind) + (text(value) if kind == STRING else struct.pack("<I" if kind == UINT32 else "<f", value))
-
-
-# bytes of a GGUF value by type
-WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-
-
-def tokenizer_of(path):
-    """The key-value pairs of a GGUF file that say what its tokens are, as bytes."""
-    with open(path, "rb") as file:
-        data = file.read(1 << 27)
-
-    def end_of(at, kind):
-        if kind == STRING:
-            return at + 8 + struct.unpack_from("<Q", data, at)[0]
-        if kind != 9:
-            return at + WIDTHS[kind]
-        kind, n = struct.unpack_from("<IQ", data, at)
-        at += 12
-        for _ in range(n if kind == STRING else 0):
-            at = end_of(at, STRING)
-        return at if kind == STRING else at + n * WIDTHS[kind]
-
-    at, pairs = 24, []
-    for _ in range(struct.unpack_from("<Q", data, 16)[0]):
-        value = end_of(at, STRING)
-        end = end_of(value + 4, struct.unpack_from("<I", data, value)[0])
-        if data[at + 8 : value].startswith(b"tokenizer."):
-            pairs.append(data[at:end])
-        at = end
-    return pairs
 
 
 def tensors(shape):
@@ -98,9 +66,9 @@ def q4_0_blocks(n, columns):
     return b"".join(scale + noise[16 * i : 16 * i + 16] for i in range(n))
 
 
-def write(path, shape, tokenizer):
+def write(path, shape):
     listed = list(tensors(shape))
-    pairs = [*metadata(shape), *tokenizer]
+    pairs = list(metadata(shape))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(listed), len(pairs)) + b"".join(pairs)
     offset = 0
     for name, columns, rows, kind in listed:
@@ -126,7 +94,6 @@ if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
-    if len(sys.argv) not in (3, 4) or sys.argv[2] not in SHAPES:
+    if len(sys.argv) != 3 or sys.argv[2] not in SHAPES:
         sys.exit(__doc__)
-    none = [text("tokenizer.ggml.model") + struct.pack("<I", STRING) + text("no_vocab")]
-    write(sys.argv[1], SHAPES[sys.argv[2]], tokenizer_of(sys.argv[3]) if len(sys.argv) == 4 else none)
+    write(sys.argv[1], SHAPES[sys.argv[2]])
