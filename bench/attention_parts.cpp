@@ -71,6 +71,7 @@ void measure(int planes, int n, double hertz) {
     const auto keys = unpack_keys(key(0), bytes);
     const auto values = unpack_values(value(0), bytes);
     float* memory = reinterpret_cast<float*>(bytes);
+    const QueryRows queries{q.data(), size_t(planes), 1, &planes};
     const WeightRows rows{weights, units, out, size_t(planes) + 208};  // about that of partials
     Item item;
     item.n_heads = kLazy ? 1 << 20 : n;  // by tiles, if there are any
@@ -81,10 +82,10 @@ void measure(int planes, int n, double hertz) {
         n <= most ? void(std::printf(" %7.0f |", cycles(hertz, each, f))) : void(std::printf("       - |"));
     };
     std::printf("| %6d | %4d |", planes, n);
-    print(kDotRows, n, [&](int page) { score_rows(n, key(page), q.data(), planes, dots), touch(); });
+    print(kDotRows, n, [&](int page) { score_rows(n, key(page), queries, dots), touch(); });
     print(kDotRows, n, [&](int page) { weigh_rows(n, value(page), rows), touch(); });
     const int unpacked = decltype(keys)::kRows;
-    print(unpacked, n, [&](int) { score_rows(n, keys, q.data(), planes, dots), touch(); });
+    print(unpacked, n, [&](int) { score_rows(n, keys, queries, dots), touch(); });
     print(unpacked, n, [&](int) { begin_values(values), weigh_rows(n, values, rows), touch(); });
     print(kLazy ? 0 : kMostRows, n, [&](int page) { unpack_keys(key(page), bytes), unpack_values(value(page), bytes), touch(); });
     print(kMostRows, n, [&](int) {

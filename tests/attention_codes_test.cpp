@@ -40,15 +40,23 @@ struct Case {
 
     template <class Codes>
     void check_keys(const Codes& codes, int rows) const {
-        std::vector<int32_t> dots(size_t(kDotRows) * kPageTokens, -1);
-        score_rows(rows, codes, q.data(), planes, dots.data());
-        for (int r = 0; r < rows; r++) {
-            for (int t = 0; t < kPageTokens; t++) {
-                int32_t want = 0;
-                for (int p = 0; p < planes; p++)
-                    want += q_natural[size_t(r) * planes + p] * key_codes[size_t(t) * planes + p];
-                ASSERT_EQ(dots[size_t(r) * kPageTokens + t], want) << planes << " planes, row " << r << ", token " << t;
-            }
+        for (const std::vector<int>& ends : {std::vector{planes}, {64, planes}, {64, 256, planes}}) {
+            if (ends.size() > 1 && ends[ends.size() - 2] >= planes) continue;
+            check_keys(codes, rows, ends);
+        }
+    }
+
+    template <class Codes>
+    void check_keys(const Codes& codes, int rows, const std::vector<int>& ends) const {
+        const size_t parts = ends.size();
+        std::vector<int32_t> dots(size_t(kDotRows) * parts * kPageTokens, -1);
+        score_rows(rows, codes, {q.data(), size_t(planes), int(parts), ends.data()}, dots.data());
+        for (size_t i = 0; i < rows * parts * kPageTokens; i++) {
+            const size_t r = i / kPageTokens / parts, part = i / kPageTokens % parts, t = i % kPageTokens;
+            int32_t want = 0;
+            for (int p = part > 0 ? ends[part - 1] : 0; p < ends[part]; p++)
+                want += q_natural[r * planes + p] * key_codes[t * planes + p];
+            ASSERT_EQ(dots[i], want) << planes << " planes, row " << r << ", part " << part << ", token " << t;
         }
     }
 

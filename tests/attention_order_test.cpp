@@ -20,12 +20,12 @@ void expect_same(const World& world, const World::Result& a, const World::Result
 
 struct Ragged {
     int heads;
-    World world{{heads, 2, 64, 80}, {{64, 64, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
+    World world{{heads, 2, 64, 80}, {{64, 96, SideInfo::scale_zero, true}, {80, 96, SideInfo::gain8, true}}, true};
     std::vector<QueryRow> rows;
     std::vector<QueryRow> few;  // so few tiles that they are split into ranges when there are threads
 
     explicit Ragged(int heads) : heads(heads) {
-        world.maps.query_bits = heads > 6 ? 15 : 8;
+        heads > 6 ? world.set_queries(15, 1) : world.set_queries(8, 2);
         for (const auto& [length, n] : {std::pair{5, 5}, {2300, 37}, {70, 1}, {4200, 3}, {900, 20}}) {
             add_rows(rows, world.add_sequence(length), length, n, 64);
         }
@@ -84,11 +84,11 @@ TEST(AttentionLevels, TilesOfAmxGiveTheBitsOfAvx512) {
             for (QueryRow& row : rows) row.coded_end = row.end;
             for (const float scale : {1.0f, 6.0f}) {
                 world.make_queries(int(rows.size()), scale);
-                for (const int bits : {8, 15}) {
-                    world.maps.query_bits = bits;
+                for (const auto& [bits, parts] : {std::pair{8, 1}, {15, 1}, {8, 3}}) {
+                    world.set_queries(bits, parts);
                     expect_same(world, world.run(Isa::avx512, rows, 0), world.run(Isa::amx, rows, 0), rows,
                                 std::to_string(planes_k) + " and " + std::to_string(planes_v) + " planes, " + std::to_string(group) +
-                                    " heads, " + std::to_string(bits) + " bits");
+                                    " heads, " + std::to_string(bits) + " bits, " + std::to_string(parts) + " parts");
                 }
             }
         }

@@ -9,12 +9,15 @@ namespace {
 using namespace test;
 
 void expect_right(World& world, const std::vector<QueryRow>& rows, int sink, const std::string& what) {
-    for (const int bits : {8, 15}) {
-        world.maps.query_bits = bits;
+    const AttentionMaps maps = world.maps;
+    for (const auto& [bits, parts] : {std::pair{8, 0}, {15, 1}, {8, 2}, {8, 3}}) {
+        if (64 * (parts - 1) >= world.layer.format.k.planes) continue;
+        world.maps = maps;
+        parts == 0 ? void(world.maps.query_bits = bits) : world.set_queries(bits, parts);
         const World::Result want = world.reference(rows, sink);
         for (const Isa isa : supported_isas()) {
             world.expect_near(world.run(isa, rows, sink), want,
-                              what + ", " + name(isa) + ", " + std::to_string(bits) + " bits");
+                              what + ", " + name(isa) + ", " + std::to_string(bits) + " bits, " + std::to_string(parts) + " parts");
         }
     }
 }
@@ -29,6 +32,40 @@ void expect_right_at(World& world, std::initializer_list<int> lengths, int chunk
     }
     world.make_queries(int(rows.size()), 1.5f);
     expect_right(world, rows, sink, what);
+}
+
+// Side tables of a head of 64 channels, `with[d]` of whose directions have digit d.
+SideTables with_digits(std::initializer_list<int> with) {
+    SideTables side;
+    side.format = {.dim = 64, .info = SideInfo::gain8};
+    side.digits.assign(64, 0);
+    for (const int n : with) {
+        side.digit.insert(side.digit.end(), n, uint8_t(side.format.planes > 0 ? side.digit.back() + 1 : 0));
+        for (int i = 0; i < n; i++) side.digits[i]++;
+        side.format.planes += n;
+    }
+    side.format.planes = (side.format.planes + kPlaneStep - 1) / kPlaneStep * kPlaneStep;
+    side.digit.resize(side.format.planes, 0);
+    side.decode.assign(size_t(side.format.planes) * 64, 0.0f);
+    return side;
+}
+
+TEST(Attention, PartsOfQueriesFollowDigits) {
+    const auto expect = [](std::initializer_list<int> with, std::vector<int> parts, int bits) {
+        const SideTables side = with_digits(with);
+        const std::vector<HeadTables> heads = {{side, side}};
+        const AttentionMaps maps = attention_maps(heads);
+        EXPECT_EQ(maps.heads[0].parts, parts);
+        EXPECT_EQ(maps.query_bits, bits);
+    };
+    expect({64}, {64}, 8);
+    expect({40}, {64}, 8);
+    expect({64, 64}, {64, 128}, 8);
+    expect({64, 64, 64}, {64, 128, 192}, 8);
+    expect({64, 30, 20}, {64, 128}, 8);       // seconds and thirds in one group of 64
+    expect({64, 50, 25}, {64, 160}, 8);       // thirds end in the tail
+    expect({60, 10}, {96}, 8);                // seconds among the first group
+    expect({64, 64, 64, 64}, {64, 128, 256}, 15);
 }
 
 PageFormat codes(int dim_k, int dim_v, SideInfo info, bool mean, int planes_k = 0, int planes_v = 0) {

@@ -131,6 +131,16 @@ class World {
         };
     }
 
+    // Queries of 15 bits, or of 8 bits by as many parts as `parts` and the planes of K allow.
+    void set_queries(int bits, int parts) {
+        maps.query_bits = bits;
+        for (AttentionMaps::Head& head : maps.heads) {
+            head.parts.clear();
+            for (int i = 1; i < parts && 64 * i < layer.format.k.planes; i++) head.parts.push_back(64 * i);
+            head.parts.push_back(layer.format.k.planes);
+        }
+    }
+
     void set_data(Data k, Data v) { data_k_ = std::move(k), data_v_ = std::move(v); }
 
     uint32_t add_sequence(int tokens) {
@@ -210,7 +220,7 @@ class World {
     // The budget of an output is six standard deviations of what its roundings do to it, with V the largest element of
     // the values that it sees:
     //   float sums       1e-5 V, and for logits 16 roundings of |q| |k|, which reach the output twice
-    //   logits of codes  the map's BF16 entries, of |q| |k|, and half a unit of the int8 (15-bit) query a plane; these
+    //   logits of codes  the map's BF16 entries, of |q| |k|, and half a unit of the int8 (15-bit) query, of a plane's part; these
     //                    differ from token to token, so they reach the output by the root of the sum of squared weights
     //   weights          half a 127th of a page's largest a token, times the largest centred value of a code
     //   BF16 map of the values
@@ -437,15 +447,23 @@ class World {
         return {codes, codes + std::abs(mean) + std::abs(ones) + std::abs(page_mean)};
     }
 
-    // One unit of the int8 (10-bit, 15-bit) query.
-    double query_unit(const float* x, const SideTables& k) const {
-        double most = 0;
-        for (int p = 0; p < k.format.planes; p++) {
-            double sum = 0;
-            for (int c = 0; c < shape_.dim_k; c++) sum += double(x[c]) * k.decode[size_t(p) * shape_.dim_k + c];
-            most = std::max(most, std::abs(sum));
+    // The root of the sum over planes of squared units of the query, of 8 bits by parts of its planes, or of 10 or 15 bits.
+    double query_units(const float* x, int kv_head) const {
+        const SideTables& k = tables[kv_head].k;
+        const std::vector<int> all = {k.format.planes}, &ends = maps.query_bits == 8 ? maps.heads[kv_head].parts : all;
+        double squares = 0;
+        int first = 0;
+        for (const int end : ends) {
+            double most = 0;
+            for (int p = first; p < end; p++) {
+                double sum = 0;
+                for (int c = 0; c < shape_.dim_k; c++) sum += double(x[c]) * k.decode[size_t(p) * shape_.dim_k + c];
+                most = std::max(most, std::abs(sum));
+            }
+            squares += (end - first) * std::pow(most / (maps.query_bits > 10 ? 127 * 128 : maps.query_bits > 8 ? 509 : 127), 2);
+            first = end;
         }
-        return most / (maps.query_bits > 10 ? 127 * 128 : maps.query_bits > 8 ? 509 : 127);
+        return std::sqrt(squares);
     }
 
     double budget(const QueryRow& row, int sink, int head) const {
@@ -458,7 +476,7 @@ class World {
         length = std::sqrt(length) * layer.scale;
         const bool planar = layer.format.coded() && layer.format.planar();
         const bool coded_layer = planar || (layer.format.coded() && grouped_kernels);  // the decoded path is all floats
-        const double unit = planar ? query_unit(x, t.k) * layer.scale : 0;
+        const double units = planar ? query_units(x, kv_head) * layer.scale : 0;
         const double slope = layer.alibi_max_bias > 0 ? alibi_slope(layer.alibi_max_bias, layer.n_head, head) : 0.0;
         const double half = 1 / std::sqrt(12.0), bf16_error = 0x1p-9 / std::sqrt(3.0),
                      pair_error = 0x1p-17 / std::sqrt(3.0);  // standard deviations
@@ -480,7 +498,8 @@ class World {
             if (layer.softcap > 0) logit = layer.softcap * std::tanh(logit / layer.softcap);
             logits.push_back(logit - slope * std::abs(row.position - j));
             const bool codes = coded && coded_layer;
-            const double digits = 1.5 * std::sqrt(double(layer.format.k.planes)) * half * (planar ? unit : 0x1p-18 * length) * size.scale_k;
+            const double rounded = planar ? units : std::sqrt(double(layer.format.k.planes)) * 0x1p-18 * length;
+            const double digits = 1.5 * half * rounded * size.scale_k;
             errors.push_back(bf16_products ? 2 * bf16_error * std::sqrt(squares)
                              : codes       ? std::hypot(digits, (planar ? 1.0 : 0.25) * bf16_error * length * size.key)
                              : coded       ? 0

@@ -41,13 +41,16 @@ struct AttentionMaps {
     struct Head {
         std::vector<bf16> k;  // [dim_k][planes_k]: q' = q K; empty: plane d dim + c is digit d of channel c
         std::vector<bf16> v;  // [planes_v][dim_v]: o = o' V; empty: the same
+        std::vector<int> parts;  // where the parts of a query's planes end, at multiples of 64 and at the end
     };
     std::vector<Head> heads;
     int query_bits = 8;
 };
 
-// Queries meet codes in 8 bits of their largest element, or in 15, which costs up to half more for K. 15 bits are taken
-// where the study says that 8 cost quality: heads of 256 channels, and directions of 6 bits, whose codes are as fine.
+// Queries meet codes in 8 bits of the largest element of a part of their planes: low digits, those with second digits among
+// them, those with third ones, which count 4 and 16 times as much. Directions of 8 bits, whose codes are as fine, take 15 bits
+// of the largest element of all, and K costs twice as much (docs/design/attention-cpu.md has what that does to quality).
+inline constexpr int kMostQueryParts = 3;
 AttentionMaps attention_maps(std::span<const HeadTables> tables);
 
 // Bytes of the maps of one head.

@@ -60,7 +60,7 @@ size_t place(Scratch& scratch, Arena* arena, size_t n, const PageFormat& format)
     take(scratch.q, n * format.k.dim);
     take(scratch.q_codes, n * format.k.planes);
     take(scratch.q_bytes, n * 2 * format.k.planes);
-    take(scratch.q_unit, n);
+    take(scratch.q_unit, n * kMostQueryParts);
     take(scratch.q_offset, n);
     take(scratch.q_mean, n);
     take(scratch.q_ones, n);
@@ -254,6 +254,13 @@ class Worker {
             const HeadTables& tables = layer_.tables[head];
             const AttentionMaps::Head& maps = layer_.maps->heads[head];
             item.q_rows = layer_.maps->query_bits > 8 ? 2 : 1;
+            if (item.q_rows == 1) {
+                CRUMB_ASSERT(maps.parts.size() <= size_t(kMostQueryParts));
+                item.n_parts = int(maps.parts.size());
+                std::copy(maps.parts.begin(), maps.parts.end(), item.part_ends);
+            } else {
+                item.part_ends[0] = format.k.planes;
+            }
             item.coded.k =
                 coded_side(format.k, tables.k, maps.k, format.key_codes(), format.key_info(), format.key_mean());
             item.coded.v =

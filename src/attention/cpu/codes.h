@@ -105,7 +105,14 @@ struct Unpacked {
     const std::byte* at(int group) const { return digits + group * kGroupDigits; }
 };
 
-// ---- K: out[row][token] = sum over planes of digit times row
+// ---- K: out[row][part][token] = sum over the part's planes of digit times row
+
+struct QueryRows {
+    const int8_t* bytes;  // rows at stride bytes
+    size_t stride;
+    int n_parts;
+    const int* part_ends;  // in planes: multiples of kGroup, and all of them
+};
 
 // Blocks of token groups 2 h + s lie s * pair + h * half bytes from the first.
 struct BlockStrides {
@@ -141,88 +148,94 @@ inline void score_block(const std::byte* block, BlockStrides strides, const int8
 }
 
 template <int Rows, int Vectors>
-inline void add_scores(const Dot (&sum)[Rows][Vectors], bool first, int32_t* out) {
+inline void add_scores(const Dot (&sum)[Rows][Vectors], bool first, int32_t* out, size_t out_stride) {
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 16
         for (int v = 0; v < Vectors; v++) {
-            int32_t* to = out + r * kTokens + v * kLanes;
+            int32_t* to = out + r * out_stride + v * kLanes;
             store(to, first ? total(sum[r][v]) : total(sum[r][v]) + load<Ints>(to));
         }
     }
 }
 
 template <int Rows>
-void score(const Packed& keys, const int8_t* q, size_t stride, int32_t* out) {
+void score(const Packed& keys, const QueryRows& q, int32_t* out) {
     constexpr int kVectors = key_vectors(Rows);
     constexpr int kChain = kDotSteps / 16;  // groups of planes
     const int groups = keys.groups();
+    const size_t out_stride = q.n_parts * kTokens;
     const BlockStrides full{4 * kBlock, ptrdiff_t(groups) * 8 * kBlock}, tail{2 * kBlock, 4 * kBlock};
     for (int v = 0; v < kPageVectors; v += kVectors) {
         const int h = v / (2 * kParts), s = v / kParts % 2;
         const std::byte* block = keys.codes + h * full.half + s * full.pair;
-        bool first = true;
-        for (int group = 0; group < groups;) {
-            Dot sum[Rows][kVectors] = {};
-            const int last = groups - group > kChain ? group + kChain : groups;
-            for (; group < last; group++) {
-                const std::byte* at = block + group * 8 * kBlock;
-                const int8_t* factors = q + group * kGroup;
+        for (int part = 0, group = 0; part < q.n_parts; part++) {
+            int32_t* to = out + part * kTokens + v * kLanes;
+            const int end = q.part_ends[part] / kGroup;
+            bool first = true;
+            while (group < end) {
+                Dot sum[Rows][kVectors] = {};
+                const int last = end - group > kChain ? group + kChain : end;
+                for (; group < last; group++) {
+                    const std::byte* at = block + group * 8 * kBlock;
+                    const int8_t* factors = q.bytes + group * kGroup;
 #pragma GCC unroll 4
-                for (int i = 0; i < kVectors / kParts; i++) {  // each line of the next page once
-                    const std::byte* ahead = at + i % 2 * full.pair + i / 2 * full.half + keys.next;
+                    for (int i = 0; i < kVectors / kParts; i++) {  // each line of the next page once
+                        const std::byte* ahead = at + i % 2 * full.pair + i / 2 * full.half + keys.next;
 #pragma GCC unroll 4
-                    for (int line = 0; line < 4; line++) {
-                        __builtin_prefetch(ahead + line * kBlock);
+                        for (int line = 0; line < 4; line++) {
+                            __builtin_prefetch(ahead + line * kBlock);
+                        }
                     }
+                    score_block<Rows, kVectors, false>(at, full, factors, q.stride, sum);
+                    score_block<Rows, kVectors, false>(at + kBlock, full, factors + 16, q.stride, sum);
+                    score_block<Rows, kVectors, true>(at + 2 * kBlock, full, factors + 32, q.stride, sum);
+                    score_block<Rows, kVectors, true>(at + 3 * kBlock, full, factors + 48, q.stride, sum);
                 }
-                score_block<Rows, kVectors, false>(at, full, factors, stride, sum);
-                score_block<Rows, kVectors, false>(at + kBlock, full, factors + 16, stride, sum);
-                score_block<Rows, kVectors, true>(at + 2 * kBlock, full, factors + 32, stride, sum);
-                score_block<Rows, kVectors, true>(at + 3 * kBlock, full, factors + 48, stride, sum);
+                add_scores(sum, first, to, out_stride);
+                first = false;
             }
-            add_scores(sum, first, out + v * kLanes);
-            first = false;
-        }
-        if (keys.tail()) {
-            Dot sum[Rows][kVectors] = {};
-            const std::byte* at = keys.codes + groups * kGroupBytes + h * tail.half + s * tail.pair;
-            const int8_t* factors = q + groups * kGroup;
-            __builtin_prefetch(at + keys.next);
-            __builtin_prefetch(at + keys.next + kBlock);
-            score_block<Rows, kVectors, false>(at, tail, factors, stride, sum);
-            score_block<Rows, kVectors, false>(at + kBlock, tail, factors + 16, stride, sum);
-            add_scores(sum, first, out + v * kLanes);
+            if (q.part_ends[part] % kGroup != 0) {
+                Dot sum[Rows][kVectors] = {};
+                const std::byte* at = keys.codes + groups * kGroupBytes + h * tail.half + s * tail.pair;
+                const int8_t* factors = q.bytes + groups * kGroup;
+                __builtin_prefetch(at + keys.next);
+                __builtin_prefetch(at + keys.next + kBlock);
+                score_block<Rows, kVectors, false>(at, tail, factors, q.stride, sum);
+                score_block<Rows, kVectors, false>(at + kBlock, tail, factors + 16, q.stride, sum);
+                add_scores(sum, first, to, out_stride);
+            }
         }
     }
 }
 
 template <int Rows>
-void score(const Unpacked& keys, const int8_t* q, size_t stride, int32_t* out) {
+void score(const Unpacked& keys, const QueryRows& q, int32_t* out) {
     constexpr int kVectors = unpacked_vectors(Rows);
-    const int dwords = keys.planes / 4;
-    for (int v = 0; v < kPageVectors; v += kVectors) {
-        bool first = true;
-        for (int i = 0; i < dwords;) {
-            Dot sum[Rows][kVectors] = {};
-            const int last = dwords - i > kDotSteps ? i + kDotSteps : dwords;
-            for (; i < last; i++) {
-                Words digits[kVectors];
-#pragma GCC unroll 16
-                for (int k = 0; k < kVectors; k++) {
-                    digits[k] = load<Words>(keys.digits + (i * kTokens + (v + k) * kLanes) * 4);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < Rows; r++) {
-                    const Words factors = broadcast(q + r * stride + 4 * i);
+    const size_t out_stride = q.n_parts * kTokens;
+    for (int v = 0; v < kPageVectors; v += kVectors, out += kVectors * kLanes) {
+        for (int part = 0, i = 0; part < q.n_parts; part++) {
+            const int end = q.part_ends[part] / 4;
+            for (bool first = true; i < end; first = false) {
+                Dot sum[Rows][kVectors] = {};
+                const int last = end - i > kDotSteps ? i + kDotSteps : end;
+                for (; i < last; i++) {
+                    Words digits[kVectors];
 #pragma GCC unroll 16
                     for (int k = 0; k < kVectors; k++) {
-                        sum[r][k] = dot(sum[r][k], digits[k], factors);
+                        digits[k] = load<Words>(keys.digits + (i * kTokens + (v + k) * kLanes) * 4);
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < Rows; r++) {
+                        const Words factors = broadcast(q.bytes + r * q.stride + 4 * i);
+#pragma GCC unroll 16
+                        for (int k = 0; k < kVectors; k++) {
+                            sum[r][k] = dot(sum[r][k], digits[k], factors);
+                        }
                     }
                 }
+                add_scores(sum, first, out + part * kTokens, out_stride);
             }
-            add_scores(sum, first, out + v * kLanes);
-            first = false;
         }
     }
 }
@@ -437,11 +450,11 @@ template <class Codes>
 void begin_values(const Codes&) {}
 
 template <class Codes, int Rows = kDotRows>
-void score_rows(int n, const Codes& keys, const int8_t* q, size_t stride, int32_t* out) {
+void score_rows(int n, const Codes& keys, const QueryRows& q, int32_t* out) {
     if (n == Rows) {
-        score<Rows>(keys, q, stride, out);
+        score<Rows>(keys, q, out);
     } else if constexpr (Rows > 1) {
-        score_rows<Codes, Rows - 1>(n, keys, q, stride, out);
+        score_rows<Codes, Rows - 1>(n, keys, q, out);
     }
 }
 

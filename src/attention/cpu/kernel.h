@@ -53,8 +53,8 @@ struct Scratch {
     float* q = nullptr;           // [n][dim_k], times the scale and log2(e): logits are powers of two
     float* q_codes = nullptr;     // [n][planes_k]
     int8_t* q_bytes = nullptr;    // [n][q_rows][planes_k] in the order of codes.h; amx reads up to 15 rows more
-    float* q_unit = nullptr;      // [n], what one unit of q_bytes is
-    float* q_offset = nullptr;    // [n], 1.5 sum of q_bytes
+    float* q_unit = nullptr;      // [n][q_rows][n_parts], what one unit of q_bytes is
+    float* q_offset = nullptr;    // [n], 1.5 sum of q_bytes times their units
     float* q_mean = nullptr;      // [n], q . mean of the keys
     float* q_ones = nullptr;      // [n], q . ones of the keys
     float* weights = nullptr;     // [n][64] of a BF16 page, logits first
@@ -75,7 +75,9 @@ struct Item {
     const QueryRow* rows = nullptr;
     int n_rows = 0;
     int n_heads = 0;  // query heads of the KV head
-    int q_rows = 1;   // int8 rows a query: 2 hold 15 bits
+    int q_rows = 1;   // int8 rows a query: 2 hold 15 bits, of one part
+    int n_parts = 1;  // of the planes of a query
+    int part_ends[kMostQueryParts] = {};
     int sink = 0;
     float scale = 1.0f;
     float softcap = 0.0f;

@@ -1,8 +1,8 @@
 // Attention of one item (kernel.h) with the instruction set of the including unit. Codes are never turned into numbers
 // one by one: integer dot products take them as they are.
 //
-//   q' = B_k q, in int8 of the row's largest (or 15 bits as two int8 rows)                              once an item
-//   logit_t = s_t unit (sum_p q'_p digit_tp - 1.5 sum_p q'_p) + z_t (q . ones) + q . (mean + page mean)
+//   q' = B_k q, in int8 of the largest of a part of its planes (or 15 bits as two int8 rows)            once an item
+//   logit_t = s_t sum of unit (sum_p q'_p digit_tp - 1.5 sum_p q'_p) + z_t (q . ones) + q . (mean + page mean)
 //   w_t = 2^(logit_t - top),  b_t = w_t s_t in bytes 0 .. 127 of the page's largest, rounded
 //   o'_p += unit_b sum_t b_t digit_tp,  b += unit_b sum_t b_t,  sum_t w_t,  sum_t w_t z_t
 //   out = (B_v^T (o' - 1.5 b) + sum of (sum of a page's w) page mean + (sum w) mean + (sum w z) ones) / sum
@@ -65,13 +65,17 @@ struct Seen {
 
 // ---- codes
 
+// Sums of products that a query has with a token: of its parts, or of its high and its low row.
+inline int sums_of(const Item& item) { return item.q_rows * item.n_parts; }
+
 // Weights of the values of a block times their scales, from the dot products of query n with its keys. Returns the
 // largest, by lanes.
 Floats weigh_coded(const Item& item, const Scratch& scratch, float* partials, int n, int block, uint64_t mask,
                    const int32_t* dots, const Info& k, const Info& v, const float* k_mean, float* weights) {
     const Side &keys = item.coded.k, &values = item.coded.v;
     const bool zero_k = keys.info == SideInfo::scale_zero, zero_v = values.info == SideInfo::scale_zero;
-    const float unit = scratch.q_unit[n], offset = scratch.q_offset[n], ones = scratch.q_ones[n];
+    const float offset = scratch.q_offset[n], ones = scratch.q_ones[n];
+    const float* units = scratch.q_unit + n * sums_of(item);
     float constant = scratch.q_mean[n];
     if (k_mean) {
         constant += dot_product(keys.dim, scratch.q + n * keys.dim, k_mean);
@@ -80,16 +84,22 @@ Floats weigh_coded(const Item& item, const Scratch& scratch, float* partials, in
     Floats x[kPageVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kPageVectors; i++) {
-        const int t = i * kLanes;
-        Ints sum = load<Ints>(dots + t);
-        if (item.q_rows == 2) {
-            sum = (sum << 7) + load<Ints>(dots + kTokens + t);
+        x[i] = multiply_add(to_floats(load<Ints>(dots + i * kLanes)), splat(units[0]), splat(-offset));
+    }
+    for (int s = 1; s < sums_of(item); s++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPageVectors; i++) {
+            x[i] = multiply_add(to_floats(load<Ints>(dots + s * kTokens + i * kLanes)), splat(units[s]), x[i]);
         }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kPageVectors; i++) {
+        const int t = i * kLanes;
         Floats base = splat(constant);
         if (zero_k) {
             base = multiply_add(splat(ones), load<Floats>(k.zero + t), base);
         }
-        x[i] = multiply_add(to_floats(sum) - offset, load<Floats>(k.scale + t) * unit, base);
+        x[i] = multiply_add(x[i], load<Floats>(k.scale + t), base);
     }
     if (~mask != 0 || item.softcap > 0.0f || item.slopes) {
         adjust(item, n, block, mask, x);
@@ -172,7 +182,7 @@ int even_parts(int n, int most) {
 template <class Keys, class Values>
 void visit_codes(const Item& item, const Scratch& scratch, float* partials, const CodedBlock& at, int first, int last,
                  const Keys& keys, const Values& values) {
-    alignas(64) int32_t dots[Keys::kRows * kTokens];
+    alignas(64) int32_t dots[Keys::kRows * kMostQueryParts * kTokens];
     alignas(64) uint8_t bytes[Values::kRows * kTokens];
     alignas(64) float weights[Values::kRows * kTokens];
     Floats largest[Values::kRows];
@@ -184,12 +194,13 @@ void visit_codes(const Item& item, const Scratch& scratch, float* partials, cons
         begin_values(values);
         for (int r = 0; r < rows; r++) {
             if (r % part == 0) {
-                score_rows(min(part, rows - r) * item.q_rows, keys, scratch.q_bytes + size_t(first + r) * q_bytes,
-                           item.coded.k.planes, dots);
+                score_rows(min(part, rows - r) * item.q_rows, keys,
+                           {scratch.q_bytes + size_t(first + r) * q_bytes, size_t(item.coded.k.planes), item.n_parts, item.part_ends},
+                           dots);
             }
             largest[r] =
                 weigh_coded(item, scratch, partials, first + r, at.block, at.seen.masks[(first + r) / item.n_heads],
-                            dots + r % part * item.q_rows * kTokens, at.k, at.v, k_mean, weights + r * kTokens);
+                            dots + r % part * sums_of(item) * kTokens, at.k, at.v, k_mean, weights + r * kTokens);
         }
         for (int r = 0; r < rows; r++) {  // apart, so that rows do not wait for their lanes
             units[r] = byte_unit(largest[r]);
@@ -306,29 +317,44 @@ void visit_exact(const Item& item, const Scratch& scratch, float* partials, int 
 
 // ---- the functions of the table
 
-// Query n in int8 of its largest element, or in 15 bits: high rows times 128 plus low rows.
+// Query n in int8 of the largest element of a part, or in 15 bits: high rows times 128 plus low rows.
 void to_rows(const Item& item, const Scratch& scratch, int n) {
     const int planes = item.coded.k.planes;
     const float* q = scratch.q_codes + n * planes;
-    Floats most = splat(1e-30f);
-    for (int p = 0; p < planes; p += kLanes) {
-        const Floats x = load<Floats>(q + p);
-        most = maximum(maximum(x, -x), most);
-    }
-    const float largest = max_lanes(most), top = item.q_rows == 2 ? 127.0f * 128.0f : 127.0f;
-    const float inverse = top / largest;
+    float* units = scratch.q_unit + n * sums_of(item);
     int8_t* high = scratch.q_bytes + n * item.q_rows * planes;
     int8_t* low = high + (item.q_rows - 1) * planes;
     alignas(64) int8_t codes[2][kMaxPlanes];  // high, low
-    Words sums = {};  // of NaN they wrap
-    for (int p = 0; p < planes; p += kLanes) {
-        const Floats shifted =
-            load<Floats>(q + p) * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
-        const Ints code = reinterpret_cast<Ints>(shifted) - 0x4b400000;
-        const Ints hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
-        sums += reinterpret_cast<Words>(code);
-        store(codes[0] + p, __builtin_convertvector(hundreds, SignedBytes));
-        store(codes[1] + p, __builtin_convertvector(code - (hundreds << 7), SignedBytes));
+    scratch.q_offset[n] = 0.0f;
+    for (int part = 0, first = 0; part < item.n_parts; first = item.part_ends[part++]) {
+        const int end = item.part_ends[part];
+        Floats most = splat(1e-30f);
+        for (int p = first; p < end; p += kLanes) {
+            const Floats x = load<Floats>(q + p);
+            most = maximum(maximum(x, -x), most);
+        }
+        const float largest = max_lanes(most), top = item.q_rows == 2 ? 127.0f * 128.0f : 127.0f;
+        const float inverse = top / largest;
+        Words sums = {};  // of NaN they wrap
+        for (int p = first; p < end; p += kLanes) {
+            const Floats shifted =
+                load<Floats>(q + p) * inverse + 0x1.8p23f;  // rounded to nearest: its low bits are the integer
+            const Ints code = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+            const Ints hundreds = item.q_rows == 2 ? (code + 64) >> 7 : code;
+            sums += reinterpret_cast<Words>(code);
+            store(codes[0] + p, __builtin_convertvector(hundreds, SignedBytes));
+            store(codes[1] + p, __builtin_convertvector(code - (hundreds << 7), SignedBytes));
+        }
+        uint32_t sum = 0;
+        for (int i = 0; i < kLanes; i++) {
+            sum += sums[i];
+        }
+        units[part] = largest / top;
+        scratch.q_offset[n] += 1.5f * units[part] * float(int32_t(sum));
+    }
+    if (item.q_rows == 2) {
+        units[1] = units[0];
+        units[0] *= 128.0f;
     }
     for (int i = 0; i < planes; i += 4) {
         const int plane = key_order_plane(i / 4, planes);
@@ -337,12 +363,6 @@ void to_rows(const Item& item, const Scratch& scratch, int n) {
             __builtin_memcpy(low + i, codes[1] + plane, 4);
         }
     }
-    uint32_t sum = 0;
-    for (int i = 0; i < kLanes; i++) {
-        sum += sums[i];
-    }
-    scratch.q_offset[n] = 1.5f * float(int32_t(sum));
-    scratch.q_unit[n] = largest / top;
 }
 
 // What a unit of a digit is worth.

@@ -8,13 +8,28 @@ namespace crumb {
 
 namespace {
 
-constexpr int kLongQueryDim = 256;
-constexpr int kLongQueryDigits = 3;
+constexpr int kPartPlanes = 64;  // that integer sums of a part are made of: a group of blocks
 
-bool wants_long_queries(const SideTables& k) {
-    const auto most = std::max_element(k.digits.begin(), k.digits.end());
-    return k.format.dim >= kLongQueryDim || (most != k.digits.end() && *most >= kLongQueryDigits);
+// Planes are digit-major, so the highest digits of groups ascend.
+std::vector<int> query_parts(const SideTables& k) {
+    const int planes = k.format.planes;
+    if (k.digit.empty()) {
+        return {planes};
+    }
+    std::vector<int> ends;
+    for (int first = 0, highest = -1; first < planes; first += kPartPlanes) {
+        const int end = std::min(first + kPartPlanes, planes);
+        const int digit = std::min<int>(*std::max_element(k.digit.begin() + first, k.digit.begin() + end), kMostQueryParts - 1);
+        if (digit > highest) {
+            ends.push_back(end);
+            highest = digit;
+        }
+        ends.back() = end;
+    }
+    return ends;
 }
+
+bool wants_long_queries(const SideTables& k) { return std::ranges::any_of(k.digits, [](int n) { return n > kMostQueryParts; }); }
 
 // Whether plane d dim + c is digit d of channel c, and what is left padding: no matrix is needed for that.
 bool is_plain(const SideTables& tables) {
@@ -54,6 +69,7 @@ AttentionMaps attention_maps(std::span<const HeadTables> tables) {
             std::transform(head.v.decode.begin(), head.v.decode.end(), std::back_inserter(packed.v), to_bf16);
         }
         CRUMB_ASSERT(plain_k || plain_v || (packed.k.size() + packed.v.size()) * sizeof(bf16) == map_bytes(head.k.format, head.v.format));
+        packed.parts = query_parts(head.k);
         maps.heads.push_back(std::move(packed));
         if (wants_long_queries(head.k)) {
             maps.query_bits = 15;

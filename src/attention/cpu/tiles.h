@@ -90,28 +90,30 @@ Passing unpack_keys(const Packed& keys, std::byte* memory) { return {keys, memor
 Passing unpack_values(const Packed& values, std::byte* memory) { return {values, memory}; }
 
 // Rows beyond n are read and not written: 16 rows of queries and of weights are memory.
-void score_rows(int, const Passing& keys, const int8_t* q, size_t stride, int32_t* out) {
+void score_rows(int, const Passing& keys, const QueryRows& q, int32_t* out) {
     constexpr size_t kRow = kTokens * 4;
     constexpr auto kAll = std::make_integer_sequence<int, kSums>();
     const int groups = keys.groups();
-    for_each_sum(kAll, [](auto sum) { clear_tile<sum>(); });
     keys.prepare_keys(0);
-    for (int group = 0; group < groups; group++) {
-        keys.prepare_keys(group + 1);
-        load_tile<kLeft>(q + group * kGroup, stride);
-        for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRight>(keys.at(group) + sum * 64, kRow);
-            multiply_tiles<sum, kLeft, kRight>();
-        });
+    for (int part = 0, group = 0; part < q.n_parts; part++, out += kTokens) {
+        for_each_sum(kAll, [](auto sum) { clear_tile<sum>(); });
+        for (; group < q.part_ends[part] / kGroup; group++) {
+            keys.prepare_keys(group + 1);
+            load_tile<kLeft>(q.bytes + group * kGroup, q.stride);
+            for_each_sum(kAll, [&](auto sum) {
+                load_tile<kRight>(keys.at(group) + sum * 64, kRow);
+                multiply_tiles<sum, kLeft, kRight>();
+            });
+        }
+        if (q.part_ends[part] % kGroup != 0) {
+            load_tile<kLeftTail>(q.bytes + groups * kGroup, q.stride);
+            for_each_sum(kAll, [&](auto sum) {
+                load_tile<kRightTail>(keys.at(groups) + sum * 64, kRow);
+                multiply_tiles<sum, kLeftTail, kRightTail>();
+            });
+        }
+        for_each_sum(kAll, [&](auto sum) { store_tile<sum>(out + sum * 16, q.n_parts * kRow); });
     }
-    if (keys.tail()) {
-        load_tile<kLeftTail>(q + groups * kGroup, stride);
-        for_each_sum(kAll, [&](auto sum) {
-            load_tile<kRightTail>(keys.at(groups) + sum * 64, kRow);
-            multiply_tiles<sum, kLeftTail, kRightTail>();
-        });
-    }
-    for_each_sum(kAll, [&](auto sum) { store_tile<sum>(out + sum * 16, kRow); });
 }
 
 // Sums First and First + 1, of 32 planes: the products, and their way to the outputs.
