@@ -47,9 +47,10 @@ struct AttentionMaps {
     int query_bits = 8;
 };
 
-// Queries meet codes in 8 bits of the largest element of a part of their planes: low digits, those with second digits among
-// them, those with third ones, which count 4 and 16 times as much. Directions of 8 bits, whose codes are as fine, take 15 bits
-// of the largest element of all, and K costs twice as much (docs/design/attention-cpu.md has what that does to quality).
+// Queries meet codes in 8 bits of the largest element of a part of their planes: groups of 64 with low digits alone, those with
+// second digits among them, those with third ones, which count 4 and 16 times as much. Directions of 8 bits, whose codes are as
+// fine, and heads of 256 channels whose keys keep their mean take 15 bits of the largest element of all, and K costs twice as much
+// (docs/design/attention-cpu.md has what that does to quality).
 inline constexpr int kMostQueryParts = 3;
 AttentionMaps attention_maps(std::span<const HeadTables> tables);
 

@@ -29,7 +29,14 @@ std::vector<int> query_parts(const SideTables& k) {
     return ends;
 }
 
-bool wants_long_queries(const SideTables& k) { return std::ranges::any_of(k.digits, [](int n) { return n > kMostQueryParts; }); }
+constexpr int kLongQueryDim = 256;
+
+// What keys have in common, where no mean is taken from them, makes a rounding the same for all coded tokens: against exact
+// tokens it does not average out.
+bool wants_long_queries(const SideTables& k) {
+    const bool has_mean = !k.mean.empty() || k.format.mean;
+    return (k.format.dim >= kLongQueryDim && !has_mean) || std::ranges::any_of(k.digits, [](int n) { return n > kMostQueryParts; });
+}
 
 // Whether plane d dim + c is digit d of channel c, and what is left padding: no matrix is needed for that.
 bool is_plain(const SideTables& tables) {
