@@ -56,9 +56,10 @@ def folder(option):
 
 @pytest.fixture(scope="session")
 def served_artefact(option, folder):
-    file, gguf = folder.with_name("smollm2-f32.crumb.safetensors"), folder.with_name("smollm2-f32.gguf")
+    file, gguf = folder.with_name("smollm2-f32.no-chat.safetensors"), folder.with_name("smollm2-f32.gguf")
     if not file.exists():
-        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--tokens", str(TOKENS)], check=True)
+        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--no-chat", "--tokens", str(TOKENS), "--metric", "none"],
+                       check=True)
     return file
 
 

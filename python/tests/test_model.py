@@ -40,9 +40,10 @@ def model(gguf):
 @pytest.fixture(scope="module")
 def artefact(option, gguf):
     """Of few tokens: good enough to be the same in both programs."""
-    file = gguf.with_suffix(".crumb.safetensors")
+    file = gguf.with_suffix(".no-chat.safetensors")  # what it holds is in its name: it is kept for later runs
     if not file.exists():
-        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--tokens", str(TOKENS), "--metric", "none"], check=True)
+        subprocess.run([option("--crumb"), "calibrate", "-m", gguf, "-o", file, "-f", option("--text"), "--no-chat", "--tokens", str(TOKENS), "--metric", "none"],
+                       check=True)
     return file
 
 
