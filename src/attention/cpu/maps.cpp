@@ -31,8 +31,8 @@ std::vector<int> query_parts(const SideTables& k) {
 
 constexpr int kLongQueryDim = 256;
 
-// What keys have in common, where no mean is taken from them, makes a rounding the same for all coded tokens: against exact
-// tokens it does not average out.
+// With 8 bits heads of 256 channels whose keys keep their mean differ from decoded pages by several per cent of the divergence, in
+// either direction (docs/design/attention-cpu.md).
 bool wants_long_queries(const SideTables& k) {
     const bool has_mean = !k.mean.empty() || k.format.mean;
     return (k.format.dim >= kLongQueryDim && !has_mean) || std::ranges::any_of(k.digits, [](int n) { return n > kMostQueryParts; });
