@@ -1,94 +1,90 @@
 // Scores and distances are computed for two queries and a tile of keys at a time: keys, and values behind the factor of
-// W_O^T W_O, lie transposed, so that a vector holds as many keys. Every sum over channels is in their order and every
-// product rounded by itself: no instruction set changes a bit. |W_O (v - o)|^2 is |(v - o) L|^2, a sum of squares: the
-// expanded form would lose it where a query attends to one key alone and o is almost v.
+// W_O^T W_O, lie transposed, so that a vector holds as many keys. A tile meets 16 queries while it is in the first cache.
+// Every sum over channels is in their order and every product rounded by itself: no instruction set changes a bit.
+// |W_O (v - o)|^2 is |(v - o) L|^2, a sum of squares: the expanded form would lose it where a query attends to one key
+// alone and o is almost v.
 #include <crumb/error.h>
 #include <crumb/local_metric.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
+#include <cstring>
 #include <thread>
 
 #include "base/clones.h"
+#include "base/exponential.h"
 #include "calibrate/gram.h"
 
 namespace crumb {
 
 namespace {
 
-constexpr int kTile = 64, kRows = 2;
+constexpr int kTile = 64, kRows = 2, kBlock = 16;  // keys, queries at a time, queries that a tile meets
+constexpr int kVectors = kTile / kLanes;
+using Doubles = double __attribute__((vector_size(8 * kLanes)));
+
+inline const Floats& vector_at(const float* x) { return *reinterpret_cast<const Floats*>(x); }
+inline Floats& vector_at(float* x) { return *reinterpret_cast<Floats*>(x); }
 
 // out[r][j] = sum_i x[r][i] tile[i][j]
-CRUMB_CLONES void products(const float* x, const float* tile, int d, float* out, int out_stride) {
-    float sums[kRows][kTile] = {};
+CRUMB_CLONES void products(const float* x, const float* tile, int d, float* out, size_t out_stride) {
+    Floats sums[kRows][kVectors] = {};
     for (int i = 0; i < d; ++i) {
-        for (int r = 0; r < kRows; ++r) {
-            for (int j = 0; j < kTile; ++j) {
-                sums[r][j] += x[r * d + i] * tile[i * kTile + j];
+#pragma GCC unroll kVectors
+        for (int j = 0; j < kVectors; ++j) {
+            const Floats keys = vector_at(tile + i * kTile + j * kLanes);
+#pragma GCC unroll kRows
+            for (int r = 0; r < kRows; ++r) {
+                sums[r][j] += x[r * d + i] * keys;
             }
         }
     }
     for (int r = 0; r < kRows; ++r) {
-        std::copy(sums[r], sums[r] + kTile, out + r * out_stride);
+        std::memcpy(out + size_t(r) * out_stride, sums[r], sizeof sums[r]);
     }
 }
 
 // out[r][j] = sum_i (x[r][i] - tile[i][j])^2
 CRUMB_CLONES void distances(const float* x, const float* tile, int d, float* out) {
-    float sums[kRows][kTile] = {};
+    Floats sums[kRows][kVectors] = {};
     for (int i = 0; i < d; ++i) {
-        for (int r = 0; r < kRows; ++r) {
-            for (int j = 0; j < kTile; ++j) {
-                const float difference = x[r * d + i] - tile[i * kTile + j];
+#pragma GCC unroll kVectors
+        for (int j = 0; j < kVectors; ++j) {
+            const Floats values = vector_at(tile + i * kTile + j * kLanes);
+#pragma GCC unroll kRows
+            for (int r = 0; r < kRows; ++r) {
+                const Floats difference = x[r * d + i] - values;
                 sums[r][j] += difference * difference;
             }
         }
     }
-    std::copy(&sums[0][0], &sums[0][0] + kRows * kTile, out);
-}
-
-// e^x for x <= 0, relative error below 3e-7; 0 below -60. Cephes' expf, with ln 2 in two parts.
-inline float exp_negative(float x) {
-    const float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const float power = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127u) << 23);
-    const float value = p * power;
-    return x < -60.0f ? 0.0f : value;
+    std::memcpy(out, sums, sizeof sums);
 }
 
 // x[0 .. n): softmax of scale * x in place; n is a multiple of kTile.
 CRUMB_CLONES void softmax(float* x, int n, float scale) {
-    float top[kTile];
-    std::copy(x, x + kTile, top);
+    Floats top = vector_at(x);
+    for (int at = kLanes; at < n; at += kLanes) {
+        const Floats other = vector_at(x + at);
+        top = other > top ? other : top;
+    }
+    const float largest = *std::max_element(&top[0], &top[0] + kLanes);
+    Doubles sums = {};
     for (int at = 0; at < n; at += kTile) {
-        for (int j = 0; j < kTile; ++j) {
-            top[j] = x[at + j] > top[j] ? x[at + j] : top[j];
+        Floats sum = {};
+        for (int j = 0; j < kTile; j += kLanes) {
+            Floats e = (vector_at(x + at + j) - largest) * scale;
+            exponential(e);
+            vector_at(x + at + j) = e;
+            sum += e;
         }
+        sums += __builtin_convertvector(sum, Doubles);
     }
-    const float largest = *std::max_element(top, top + kTile);
-    double sums[kTile] = {};
-    for (int at = 0; at < n; at += kTile) {
-        for (int j = 0; j < kTile; ++j) {
-            const float e = exp_negative((x[at + j] - largest) * scale);
-            x[at + j] = e;
-            sums[j] += e;
-        }
-    }
-    double sum = 0;
-    for (const double s : sums) {
-        sum += s;
-    }
-    const float factor = float(1.0 / sum);
-    for (int j = 0; j < n; ++j) {
-        x[j] *= factor;
+    double lanes[kLanes];
+    std::memcpy(lanes, &sums, sizeof lanes);
+    const float factor = float(1.0 / folded(lanes));
+    for (int at = 0; at < n; at += kLanes) {
+        vector_at(x + at) *= factor;
     }
 }
 
@@ -117,10 +113,18 @@ std::vector<float> lower_factor(const std::vector<double>& a, int d) {
 }
 
 // out = x L, L lower triangular
-void times_factor(const float* x, const std::vector<float>& l, int d, float* out) {
-    std::fill(out, out + d, 0.0f);
-    for (int i = 0; i < d; ++i) {
-        for (int j = 0; j <= i; ++j) {
+CRUMB_CLONES void times_factor(const float* x, const float* l, int d, float* out) {
+    const int whole = d - d % kLanes;
+    for (int j = 0; j < whole; j += kLanes) {
+        Floats sum = {};
+        for (int i = j; i < d; ++i) {
+            sum += x[i] * vector_at(l + size_t(i) * d + j);
+        }
+        vector_at(out + j) = sum;
+    }
+    for (int j = whole; j < d; ++j) {
+        out[j] = 0;
+        for (int i = j; i < d; ++i) {
             out[j] += x[i] * l[size_t(i) * d + j];
         }
     }
@@ -228,42 +232,48 @@ void LocalMetric::add_head(Layer& layer, int index, float scale, const TokenBloc
     const int64_t far_end = end - recent_, far_tiles = (far_end + kTile - 1) / kTile;
     std::vector<float> seen(size_t(far_tiles) * dv * kTile), row(dv);
     for (int64_t j = 0; j < far_end; ++j) {
-        times_factor(&values[size_t(j) * dv], head.factor, dv, row.data());
+        times_factor(&values[size_t(j) * dv], head.factor.data(), dv, row.data());
         for (int i = 0; i < dv; ++i) {
             seen[size_t(j / kTile * dv + i) * kTile + size_t(j % kTile)] = row[i];
         }
     }
 
-    std::vector<float> q(size_t(kRows) * dk), o(size_t(kRows) * dv), apart(kRows * kTile);
-    std::vector<float> p(size_t(kRows) * ((end + kTile - 1) / kTile) * kTile);
-    std::vector<double> weighted(size_t(kRows) * dk);
-    for (int64_t t = std::max<int64_t>(begin, sink_ + recent_); t < end; t += kRows) {
-        const int rows = int(std::min<int64_t>(kRows, end - t));
+    std::vector<float> q(size_t(kBlock) * dk), o(size_t(kBlock) * dv), apart(kRows * kTile);
+    std::vector<float> p(size_t(kBlock) * ((end + kTile - 1) / kTile) * kTile);
+    std::vector<double> weighted(size_t(kBlock) * dk);
+    for (int64_t t = std::max<int64_t>(begin, sink_ + recent_); t < end; t += kBlock) {
+        const int rows = int(std::min<int64_t>(kBlock, end - t));
         for (int r = 0; r < rows; ++r) {
             const int64_t at = t + r - begin;
             std::copy_n(block.q.data + at * block.q.token_stride + index * block.q.head_stride, dk, &q[size_t(r) * dk]);
             times_factor(block.output.data + at * block.output.token_stride + index * block.output.head_stride,
-                         head.factor, dv, &o[size_t(r) * dv]);
+                         head.factor.data(), dv, &o[size_t(r) * dv]);
         }
-        const int n = int((t + rows + kTile - 1) / kTile * kTile);
-        for (int tile = 0; tile * kTile < n; ++tile) {
-            products(q.data(), &keys[size_t(tile) * dk * kTile], dk, &p[size_t(tile) * kTile], n);
+        const size_t n = size_t((t + rows + kTile - 1) / kTile * kTile);
+        for (size_t tile = 0; tile * kTile < n; ++tile) {
+            for (int r = 0; r < rows; r += kRows) {
+                products(&q[size_t(r) * dk], &keys[tile * dk * kTile], dk, &p[size_t(r) * n + tile * kTile], n);
+            }
         }
         for (int r = 0; r < rows; ++r) {
             float* x = &p[size_t(r) * n];
             std::fill(x + t + r + 1, x + n, -INFINITY);
-            softmax(x, n, scale);
+            softmax(x, int(n), scale);
         }
-        double weights[kRows] = {}, squares[kRows] = {};
+        double weights[kBlock] = {}, squares[kBlock] = {};
         for (int64_t tile = sink_ / kTile; tile * kTile <= t + rows - 1 - recent_; ++tile) {
-            distances(o.data(), &seen[size_t(tile) * dv * kTile], dv, apart.data());
-            for (int r = 0; r < rows; ++r) {
-                const int64_t first = std::max<int64_t>(tile * kTile, sink_);
-                const int64_t last = std::min<int64_t>(tile * kTile + kTile - 1, t + r - recent_);
-                for (int64_t j = first; j <= last; ++j) {
-                    const double square = double(p[size_t(r) * n + size_t(j)]) * p[size_t(r) * n + size_t(j)];
-                    squares[r] += square;
-                    weights[r] += square * apart[size_t(r) * kTile + size_t(j % kTile)];
+            for (int pair = 0; pair < rows; pair += kRows) {
+                distances(&o[size_t(pair) * dv], &seen[size_t(tile) * dv * kTile], dv, apart.data());
+                for (int r = pair; r < std::min(pair + kRows, rows); ++r) {
+                    const float* const at = &p[size_t(r) * n];
+                    const float* const distance = &apart[size_t(r - pair) * kTile];
+                    const int64_t first = std::max<int64_t>(tile * kTile, sink_);
+                    const int64_t last = std::min<int64_t>(tile * kTile + kTile - 1, t + r - recent_);
+                    for (int64_t j = first; j <= last; ++j) {
+                        const double square = double(at[j]) * at[j];
+                        squares[r] += square;
+                        weights[r] += square * distance[j % kTile];
+                    }
                 }
             }
         }
