@@ -18,6 +18,7 @@ constexpr KernelFormat kAny = {{64, 128, SideInfo::gain8, true}, {64, 128, SideI
 constexpr KernelFormat kAnyMore = {{64, 192, SideInfo::gain8, true}, {64, 192, SideInfo::gain8, true}, true};
 constexpr KernelFormat kAnyWide = {{256, 256, SideInfo::gain8, true}, {256, 256, SideInfo::gain8, true}, true};
 constexpr KernelFormat kAnyWideMore = {{256, 384, SideInfo::gain8, true}, {256, 384, SideInfo::gain8, true}, true};
+constexpr KernelFormat kAnyWideMost = {{256, 512, SideInfo::gain8, true}, {256, 512, SideInfo::gain8, true}, true};
 constexpr PageFormat kWide = format(128, 192, 128, SideInfo::gain16, false);
 
 class CudaDecode : public testing::Test {
@@ -81,7 +82,8 @@ TEST_F(CudaDecode, AnyPlanesOfWideHeads) {
         PageFormat f = format(256, k, v, SideInfo::gain8, true);
         f.k.mean = mean_k, f.v.mean = mean_v;
         ASSERT_TRUE(compiled[0].compiled.takes(f));
-        const Kernels kernels[] = {fitted(compiled[0], f), fitted(compiled[1], f)};
+        std::vector<Kernels> kernels;
+        for (const Kernels& one : compiled) { kernels.push_back(fitted(one, f)); }
         Cases cases(machine, kernels);
         cases.ends(4, 1, {410, 65, 3}, 1, 1.0f, true);
         cases.ends(1, 1, {300}, 1, 2.0f, true);
@@ -95,7 +97,12 @@ TEST_F(CudaDecode, AnyPlanesOfWideHeads) {
     check(more, 384, 160, false, false);
     check(more, 288, 384, true, true);
     check(more, 32, 352, false, true);
+    const Kernels most[] = {emulated_kernels<kAnyWideMost, 1>()};
+    check(most, 352, 416, true, false);
+    check(most, 512, 480, true, true);
+    check(most, 32, 512, false, true);
     EXPECT_FALSE(wide[0].compiled.takes(format(256, 288, 256, SideInfo::gain8, true)));
+    EXPECT_FALSE(most[0].compiled.takes(format(256, 544, 256, SideInfo::gain8, true)));
     EXPECT_FALSE(more[0].compiled.takes(format(256, 256, 416, SideInfo::gain8, true)));
 }
 
