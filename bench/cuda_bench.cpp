@@ -1,7 +1,7 @@
 // Decode attention on a GPU, L2 cold, timed in CUDA graphs: layers of disjoint pages, windows and tables, 300 MB of them or
-// more, the block tables shared as the layers of a model share theirs; median of 15 replays after 20 ms of warm-up. The
-// read roof is measured in the same run, and sequence 0 is held against double precision (up to 8k tokens) or the CPU's
-// kernels. JSON lines on standard output, a table on standard error.
+// more (4 GB take as long), the block tables shared as the layers of a model share theirs; median of 15 replays after 20 ms of
+// warm-up. The read roof is measured in the same run, and sequence 0 is held against double precision (up to 8k tokens) or the
+// CPU's kernels. JSON lines on standard output, a table on standard error.
 //
 // "us" is attention of a layer with both maps, that is three kernels; "pages_us", "query_us" and "output_us" are runs of one
 // of them alone; "roof" is the share of the read roof that the bytes of pages and windows have in pages_us.
@@ -411,7 +411,7 @@ int run(bool quick, const Shape* only) {
 
 }  // namespace crumb::cuda
 
-// cuda_bench [--quick | --prefill | --encode | --shape HEADS/KV_HEADS,REQUESTS,TOKENS | --chunk HEADS/KV_HEADS,ROWS,TOKENS_BEFORE]
+// cuda_bench [--quick | --prefill | --encode | --ragged | --shape HEADS/KV_HEADS,REQUESTS,TOKENS | --chunk HEADS/KV_HEADS,ROWS,TOKENS_BEFORE]
 int main(int argc, char** argv) {
     using namespace crumb::cuda;
     if (argc == 3 && std::strcmp(argv[1], "--shape") == 0) {
@@ -419,6 +419,10 @@ int main(int argc, char** argv) {
         int batch = 0, context = 0;
         if (std::sscanf(argv[2], "%d/%d,%d,%d", &shape.n_head, &shape.n_head_kv, &batch, &context) != 4) return 2;
         shape.contexts.assign(size_t(batch), context);
+        return run(false, &shape);
+    }
+    if (argc == 2 && std::strcmp(argv[1], "--ragged") == 0) {
+        const Shape shape = ragged();
         return run(false, &shape);
     }
     if (argc == 3 && std::strcmp(argv[1], "--chunk") == 0) {

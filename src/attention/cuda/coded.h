@@ -64,7 +64,7 @@ class Coded : Columns<F, NT> {
     CRUMB_DEVICE explicit Coded(const PagePlanes& planes) : page_(planes) {}
 
     // shared, means: kSharedWords and kMeanFloats of this warp.
-    CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, float softcap, int sink, const HeadConstants& head) {
+    CRUMB_DEVICE void begin(const u32* query, u32* shared, float* means, Softcap softcap, int sink, const HeadConstants& head) {
         using namespace simt;
         const int l = C::begin();
         if constexpr (D::kQueryInRegisters) {
@@ -243,20 +243,20 @@ class Coded : Columns<F, NT> {
 #pragma unroll
         for (int n = 0; n < NT; n++) { offset[n] = column(n).offset - top_[n]; }
         if (F.k.mean && page_.mean_k) {
-            int dot[NT][4] = {};
+            int dot[NT][2][4] = {};
 #pragma unroll
             for (int g = 0; g < D::kDimK / 64; g++) {  // all rows of A are the page mean
                 const Words4 m = *reinterpret_cast<const Words4*>(p + page_.at.key_mean + 64 * g + 16 * q);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const Words4 w = query_mean(n, g);
-                    mma_s8s8(dot[n], m.x, m.x, m.y, m.y, w.x, w.y);
-                    mma_s8s8(dot[n], m.z, m.z, m.w, m.w, w.z, w.w);
+                    mma_s8s8(dot[n][0], m.x, m.x, m.y, m.y, w.x, w.y);
+                    mma_s8s8(dot[n][1], m.z, m.z, m.w, m.w, w.z, w.w);
                 }
             }
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                offset[n] = fma_exact(float(256 * dot[n][0] + dot[n][1]), column(n).mean_unit, offset[n]);
+                offset[n] = fma_exact(float(256 * (dot[n][0][0] + dot[n][1][0]) + dot[n][0][1] + dot[n][1][1]), column(n).mean_unit, offset[n]);
             }
         }
 #pragma unroll
@@ -289,8 +289,7 @@ class Coded : Columns<F, NT> {
             } else {
 #pragma unroll
                 for (int g = 0; g < D::kGroupsK; g++) {
-                    if (g >= full_groups(page_.planes_k)) { continue; }
-                    multiply(codes_of(g), g);
+                    multiply(codes_of(g), g);  // the query is 0 where the page has no such group: a branch would wait for every load
                 }
             }
             if constexpr (D::kTailK) {

@@ -24,7 +24,7 @@ class Columns {
     }
 
     // shared: kSharedWords of this warp.
-    CRUMB_DEVICE void begin_columns(const u32* query, u32* shared, float softcap, int sink) {
+    CRUMB_DEVICE void begin_columns(const u32* query, u32* shared, Softcap softcap, int sink) {
         using namespace simt;
         for (int i = lane_; i < 2 * D::kColumns; i += kWarp) {
             reinterpret_cast<Words4*>(shared + D::kSharedColumnAt)[i] = reinterpret_cast<const Words4*>(query + D::kColumnAt)[i];
@@ -42,6 +42,7 @@ class Columns {
             all_from_ = c.begin > all_from_ ? c.begin : all_from_;
             all_to_ = c.coded_end < all_to_ ? c.coded_end : all_to_;
             all_to_ = c.end < all_to_ ? c.end : all_to_;
+            if (softcap.cap > 0) { all_to_ = 0; }  // no page is plain()
             top_[n] = 0, sum_[n] = 0;
 #pragma unroll
             for (int t = 0; t <= kTiles; t++) {
@@ -55,12 +56,11 @@ class Columns {
     // Of logits relative to top_.
     CRUMB_DEVICE void cap(float (&x)[NT][8]) const {
         using namespace simt;
-        if (softcap_ > 0) {
-            const float inverse = 1.0f / softcap_;
+        if (softcap_.cap > 0) {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int i = 0; i < 8; i++) { x[n][i] = fma_exact(softcap_, tanh_exact((x[n][i] + top_[n]) * inverse), -top_[n]); }
+                for (int i = 0; i < 8; i++) { x[n][i] = fma_exact(softcap_.cap, tanh_exact((x[n][i] + top_[n]) * softcap_.inverse), -top_[n]); }
             }
         }
     }
@@ -97,7 +97,7 @@ class Columns {
     // Whether the page of 64 tokens from `first` on wants nothing but sums: all columns see all of it and have tops, nothing is capped,
     // accumulators have room.
     CRUMB_DEVICE bool plain(int first) const {
-        return !simt::any(softcap_ > 0 || unset_ != 0 || ((pages_ + 1) & 255) == 0 || all_from_ > first || all_to_ < first + kPageTokens);
+        return !simt::any(unset_ != 0 || ((pages_ + 1) & 255) == 0 || all_from_ > first || all_to_ < first + kPageTokens);
     }
 
     // Something left [2^23, 2^24).
@@ -199,7 +199,7 @@ class Columns {
     }
 
     const QueryColumn* columns_;
-    float softcap_;
+    Softcap softcap_;
     int sink_, all_from_, all_to_;  // tokens that all columns of the lane see
     int acc_[NT][kTiles + 1][4];    // the last one: sums of the weights themselves
     float top_[NT], sum_[NT];

@@ -42,7 +42,7 @@ struct DecodeArgs {
     float* scratch;               // [blocks][warps][kEntryFloats]
     int n_head_kv, column_blocks;
     int sink;
-    float softcap;  // of logits in units of log2, or 0
+    Softcap softcap;
     PagePlanes planes;
 };
 
@@ -205,15 +205,11 @@ class Decode {
 
     // One record's sums into `entry`.
     CRUMB_DEVICE static void sums(const DecodeArgs& a, const WorkRecord& record, Ring<F, NT>& ring, u8* mine, float* entry) {
-        const TileWork& tile = record.tile;
         const int head = record.segment / a.column_blocks % a.n_head_kv, coded_end = record.coded_end;
         const u32* query = a.queries + size_t(record.segment) * D::kQueryWords;
         const u8* const windows = a.exact + size_t(head) * kExactBytes;
-        const u32* const ids = a.exact_ids + tile.sequence * a.ids_stride;
-        constexpr int kItems = kPageTokens / kExactTokens;
-        const auto window = [&](int item) { return ids[tile.exact_group(item - tile.n_coded) / kItems]; };
         if (record.first < coded_end) {
-            const int first_block = tile.coded_first;  // or it would be read again for every page
+            const int first_block = record.tile.coded_first;  // or it would be read again for every page
             std::conditional_t<D::kGrouped, Grouped<F, NT>, Coded<F, NT>> coded(a.planes);
             coded.begin(query, reinterpret_cast<u32*>(mine + D::kQueryAt), reinterpret_cast<float*>(mine + D::kMeansAt), a.softcap,
                         a.sink, a.heads[head]);
@@ -224,18 +220,22 @@ class Decode {
             }
             coded.finish(entry);
         }
-        if (record.end > tile.n_coded) {
-            Exact<F, NT> exact;
-            exact.begin(query, a.softcap, a.sink);
+        if (record.end > record.tile.n_coded) {
+            const TileWork tile = record.tile;  // in registers: a load between two items would be waited for
+            const int end = record.end;
+            const u32* const ids = a.exact_ids + tile.sequence * a.ids_stride;
             const auto group = [&](int item) { return tile.exact_group(item - tile.n_coded); };
+            const auto window = [&](int item) { return item < end ? ids[group(item) / (kPageTokens / kExactTokens)] : 0; };
             int i = most(record.first, tile.n_coded);
             const u8* block = windows + (i == record.first ? record.ids[0] : window(i)) * a.exact_stride;
-            u32 id = i + 1 < record.end ? window(i + 1) : 0;
+            u32 id = window(i + 1);
+            Exact<F, NT> exact;
             exact.first(block, group(i));
+            exact.begin(query, a.softcap, a.sink);
 #pragma unroll 1
-            for (; i < record.end; i++) {
-                const u8* const next = i + 1 < record.end ? windows + id * a.exact_stride : nullptr;
-                id = i + 2 < record.end ? window(i + 2) : 0;
+            for (; i < end; i++) {
+                const u8* const next = i + 1 < end ? windows + id * a.exact_stride : nullptr;
+                id = window(i + 2);
                 exact.item(block, group(i), next, group(i + 1));
                 block = next;
             }

@@ -114,6 +114,11 @@ inline constexpr int kExactTokens = 16;    // of an item of the exact window
 inline constexpr int kSharedBytes = 224 * 1024;
 inline constexpr float kUnset = -1e30f;    // a reference that no token has set
 
+// Of logits in units of log2; cap 0: none. The host divides: in a kernel 1 / 0 is a call, which waits for all loads on their way.
+struct Softcap {
+    float cap, inverse;
+};
+
 // A column's scalars. Logits are in units of log2.
 struct alignas(16) QueryColumn {
     float unit;       // of one code of scale 1
@@ -193,8 +198,10 @@ struct DecodeFormat {
     static_assert(kWarps >= 4, "a warp's share of shared memory is too large");
     static constexpr u32 kSharedSize = kWarps * kWarpBytes + 4 * 4 * 2 * kWarps;
 
-    // Exact tokens are read in place, which takes a warp with few columns twice as long as their bytes would.
-    static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * (NT == 1 ? 4 : 2) / 128;
+    // Exact tokens are read in place. Where there are registers for it an item is asked for one ahead; with few columns they
+    // take one and a half times as long as their bytes would, twice if they are waited for.
+    static constexpr bool kExactAhead = NT == 1 && kDimK <= 128 && kDimV <= 128;
+    static constexpr u32 kExactUnits = kExactTokens * (kDimK + kDimV) * (kExactAhead ? 3 : NT == 1 ? 4 : 2) / 128;
 };
 
 // A block's part of a segment that several have parts of: [blocks][2][kEntryFloats], one for the segment that it begins.

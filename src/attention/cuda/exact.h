@@ -13,16 +13,19 @@ class Exact {
     static constexpr int kTiles = D::kDimV / 16;
     static constexpr int kSteps = D::kDimK / 16;
     static constexpr int kGroups = D::kDimV / 64;  // of V's channels
-    // Where there are registers for it, items are asked for one ahead.
-    static constexpr int kAhead = kGroups <= 2 && kSteps <= 8 && NT == 1 ? kGroups : 0;
+    static constexpr int kAhead = D::kExactAhead ? kGroups : 0;  // the query is in registers then, too
 
     struct Rows {  // 64 channels of the lane's four tokens
         simt::Words4 token[4];
     };
 
   public:
-    CRUMB_DEVICE void begin(const u32* query, float softcap, int sink) {
+    CRUMB_DEVICE void begin(const u32* query, Softcap softcap, int sink) {
         query_ = reinterpret_cast<const simt::Words2*>(query + D::kExactAt) + simt::lane();
+        if constexpr (kAhead > 0) {
+#pragma unroll
+            for (int s = 0; s < kSteps; s++) { held_[s] = query_[32 * s]; }
+        }
         softcap_ = softcap;
         sink_ = sink;
         const QueryColumn* columns = reinterpret_cast<const QueryColumn*>(query + D::kColumnAt);
@@ -61,7 +64,7 @@ class Exact {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 x[n][i] = c[n][2 * i] + c[n][2 * i + 1];
-                if (softcap_ > 0) { x[n][i] = softcap_ * tanh_exact(x[n][i] * (1.0f / softcap_)); }
+                if (softcap_.cap > 0) { x[n][i] = softcap_.cap * tanh_exact(x[n][i] * softcap_.inverse); }
                 const bool sees = visible(kExactTokens * group + 2 * r + i, begin_[n], coded_end_[n], end_[n]);
                 unseen |= !sees;
                 if (!sees) { x[n][i] = -float_of(0x7f800000u); }
@@ -177,7 +180,7 @@ class Exact {
             const u32 a2 = permute_bytes(w.z, w.w, 0x5410), a3 = permute_bytes(w.z, w.w, 0x7632);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const Words2 b = query_[32 * (n * kSteps + s)];
+                const Words2 b = kAhead > 0 ? held_[kAhead > 0 ? s : 0] : query_[32 * (n * kSteps + s)];
                 mma_bf16(c[n], a0, a1, a2, a3, b.x, b.y);
             }
         }
@@ -279,11 +282,12 @@ class Exact {
     }
 
     const simt::Words2* query_;
-    float softcap_;
+    Softcap softcap_;
     int sink_;
     int begin_[NT], coded_end_[NT], end_[NT];
     float acc_[NT][kTiles][4];
     float top_[NT], sum_[NT];
+    simt::Words2 held_[kAhead > 0 ? kSteps : 1];
     simt::Words4 keys_[kAhead > 0 ? kSteps : 1];
     Rows values_[kAhead > 0 ? kAhead : 1];
 };

@@ -35,7 +35,7 @@ class Grouped : Columns<F, NT> {
     CRUMB_DEVICE explicit Grouped(const PagePlanes&) {}
 
     // shared: kSharedWords of this warp.
-    CRUMB_DEVICE void begin(const u32* query, u32* shared, float*, float softcap, int sink, const HeadConstants&) {
+    CRUMB_DEVICE void begin(const u32* query, u32* shared, float*, Softcap softcap, int sink, const HeadConstants&) {
         using namespace simt;
         const int l = C::begin();
 #pragma unroll

@@ -220,7 +220,7 @@ class Maps {
                 if (lane() == 0) { reinterpret_cast<QueryColumn*>(record + D::kColumnAt)[c] = scalars; }
             }
             sync_block();
-            write_words(record, reinterpret_cast<const int*>(mapped), steps, q);
+            write_words(record, reinterpret_cast<const int*>(mapped), steps, q, full_groups(page.planes_k));
             sync_block();
         }
     }
@@ -439,7 +439,8 @@ class Maps {
         return half_pair(at[0] * factor, at[1] * factor);
     }
 
-    CRUMB_DEVICE static void write_words(u32* record, const int* codes, const int* steps, const float* q) {
+    // groups: full ones of the page's K; words of others are 0.
+    CRUMB_DEVICE static void write_words(u32* record, const int* codes, const int* steps, const float* q, int groups) {
         using namespace simt;
         constexpr int kGroups = D::kGroupsK > 0 ? D::kGroupsK : 1;
         for (int i = thread(); i < D::kColumnAt; i += n_threads()) {
@@ -448,7 +449,7 @@ class Maps {
                 word = half_word(reinterpret_cast<const float*>(codes), i);
             } else if (i < D::kTailAt) {
                 const int f = i % 4, l = i / 4 % 32, g = i / 128 % kGroups, n = i / 128 / kGroups;
-                word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + 64 * g + 16 * f + 4 * (l % 4), l / 4 % 2 == 0);
+                word = g < groups ? four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + 64 * g + 16 * f + 4 * (l % 4), l / 4 % 2 == 0) : 0;
             } else if (i < D::kMeanAt) {
                 const int t = i - D::kTailAt, w = t % 2, l = t / 2 % 32, n = t / 64;
                 word = four_bytes(codes + (4 * n + l / 8) * D::kPlanesK + D::kTailPlaneK + 16 * w + 4 * (l % 4), l / 4 % 2 == 0);

@@ -160,7 +160,7 @@ void read_pages(const Kernels& kernels, const StepShape& shape, const StepTables
                     .n_head_kv = shape.n_head_kv,
                     .column_blocks = shape.column_blocks(kernels.columns),
                     .sink = tables.sink,
-                    .softcap = layer.softcap * kLog2e,
+                    .softcap = {layer.softcap * kLog2e, layer.softcap > 0 ? 1 / (layer.softcap * kLog2e) : 0},
                     .planes = kernels.planes},
                    shape.blocks, stream);
 }
