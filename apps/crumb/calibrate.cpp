@@ -53,8 +53,9 @@ int calibrate(int argc, char** argv) {
 
     llama::quiet_log();
     const Artefact artefact = llama::calibrate(o);
-    std::printf("wrote %s: %s, %zu layers, %llu tokens, hash %s\n", path.string().c_str(), artefact.provenance.method.c_str(),
-                artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), artefact.hash().c_str());
+    std::printf("wrote %s: %s, %zu layers, %llu tokens count of the %d that --tokens asks for, hash %s\n", path.string().c_str(),
+                artefact.provenance.method.c_str(), artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), o.tokens,
+                artefact.hash().c_str());
     return 0;
 }
 

@@ -27,8 +27,13 @@ std::string chat_prompt(const llama_model* model, const std::string& message) {
     const llama_chat_message chat[] = {{"user", message.c_str()}};
     std::string prompt(message.size() * 2 + 1024, '\0');
     if (!format) { return message; }  // a base model: the question as it is
-    const int n = llama_chat_apply_template(format, chat, 1, true, prompt.data(), int(prompt.size()));
-    if (n < 0 || size_t(n) > prompt.size()) {
+    const auto apply = [&] { return llama_chat_apply_template(format, chat, 1, true, prompt.data(), int(prompt.size())); };
+    int n = apply();
+    if (n > int(prompt.size())) {
+        prompt.resize(size_t(n));
+        n = apply();
+    }
+    if (n < 0) {
         std::fprintf(stderr, "the question is asked without a chat template: llama.cpp does not know the model's\n");
         return message;
     }

@@ -27,7 +27,9 @@ fs::path output_file(const fs::path& name) {
             fail("{} is a folder: give the name of a file to write", name.string());
         }
         if (!S_ISREG(at.st_mode)) {
-            fail("{} is a device or a pipe, and an output is written under another name and renamed: give the name of a file", name.string());
+            fail("{} is a device or a pipe, and an output is written under another name and renamed: give the name of "
+                 "a file",
+                 name.string());
         }
         for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
             if (fstat(descriptor, &printed) == 0 && printed.st_dev == at.st_dev && printed.st_ino == at.st_ino) {

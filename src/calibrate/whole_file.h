@@ -1,6 +1,6 @@
 // Files that appear whole or not at all: written under a temporary name in the same folder, flushed to the disk,
-// renamed. An output is a regular file: a symbolic link to one stays a link, a file that is replaced keeps its mode, and
-// devices, pipes and folders are refused, since a rename would put a file where they are.
+// renamed. An output is a regular file: a symbolic link to one stays a link, a file that is replaced keeps its mode,
+// and devices, pipes and folders are refused, since a rename would put a file where they are.
 #pragma once
 
 #include <cstddef>
