@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,8 @@
 #include <cmath>
 #include <fstream>
 #include <random>
+
+#include "files.h"
 
 namespace crumb {
 namespace {
@@ -154,6 +157,11 @@ TEST(Divergence, RefusesLogitsThatAreNotFinite) {
     DivergenceSum sum;
     EXPECT_THROW(sum.add(good, bad, 0), Error);
     EXPECT_THROW(sum.add(bad, good, 0), Error);
+    // Sums that are finite, and a token that one side forbids.
+    const std::vector<float> without = {1, -INFINITY, 3};
+    EXPECT_TRUE(contains(error_of([&] { sum.add(good, without, 0); }), "divergence is inf"));
+    EXPECT_TRUE(contains(error_of([&] { sum.add(without, good, 1); }), "costs inf nats at 16 bit"));
+    EXPECT_TRUE(sum.blocks().empty());
 }
 
 RC_GTEST_PROP(Pareto, IsWhatNobodyBeats, ()) {
@@ -226,6 +234,20 @@ TEST(Ledger, LeavesNoFileIfNothingWasMeasured) {
     const auto path = scratch("nothing");
     { const Ledger ledger(path); }
     EXPECT_FALSE(std::filesystem::exists(path));
+    std::ofstream(path) << "";
+    { const Ledger ledger(path); }
+    EXPECT_TRUE(std::filesystem::exists(path)) << "it was there before";
+}
+
+TEST(LineFile, WritesBehindALinkAndLeavesAloneWhatIsNoFile) {
+    const auto path = scratch("target"), link = scratch("link"), pipe = scratch("pipe");
+    std::filesystem::create_symlink(path, link);
+    { LineFile(link, "").append("line"); }
+    EXPECT_TRUE(std::filesystem::is_symlink(link));
+    EXPECT_EQ(std::filesystem::file_size(path), 5u);
+    ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+    EXPECT_TRUE(contains(error_of([&] { LineFile(pipe, ""); }), "a device or a pipe"));
+    EXPECT_TRUE(std::filesystem::is_fifo(pipe));
 }
 
 TEST(Ledger, GivesBackExactlyWhatWasMeasured) {
@@ -235,12 +257,14 @@ TEST(Ledger, GivesBackExactlyWhatWasMeasured) {
     for (size_t i = 0; i < 600; ++i) { sum.add(text.base[i], text.other[i], text.next[i]); }
     const std::vector<Answer> answers = {{0.25, true, 0.125}, {0.75, false, 3.5}};
     const TrajectoryRecord trajectory{{5, 6, 7}, {true, false, true}, {10, 20}};
+    Key greedy = key("a");
+    greedy["generate"] = "3";
     const std::vector<KeyShape> shapes = {{3, 1, 12.5, 0.75, 4.5, {2, 1, 0.5}}};
     {
         Ledger ledger(path);
         ledger.add(key("a"), WindowRecord{sum, {100.5, 12.25}});
         ledger.add(key("a"), answers);
-        ledger.add(key("a"), trajectory);
+        ledger.add(greedy, trajectory);
         ledger.add(key("a"), shapes);
         EXPECT_EQ(ledger.size(), 4u);
     }
@@ -251,8 +275,8 @@ TEST(Ledger, GivesBackExactlyWhatWasMeasured) {
     EXPECT_EQ(window->speed.generated, 12.25);
     EXPECT_EQ(ledger.retrieval(key("a"))->at(1).nll, 3.5);
     EXPECT_TRUE(ledger.retrieval(key("a"))->at(0).right);
-    EXPECT_EQ(ledger.trajectory(key("a"))->agrees, trajectory.agrees);
-    EXPECT_EQ(ledger.trajectory(key("a"))->tokens, trajectory.tokens);
+    EXPECT_EQ(ledger.trajectory(greedy)->agrees, trajectory.agrees);
+    EXPECT_EQ(ledger.trajectory(greedy)->tokens, trajectory.tokens);
     EXPECT_EQ(*ledger.keys(key("a")), shapes);
 }
 
@@ -271,11 +295,47 @@ TEST(Ledger, NeverMixesSettings) {
 
 TEST(Ledger, NamesTheLineThatIsNotItsOwn) {
     const auto path = scratch("foreign");
-    std::ofstream(path) << "{\"kind\":\"window\",\"key\":{}}\nhello\n";
-    try {
-        Ledger ledger(path);
-        FAIL();
-    } catch (const Error& e) { EXPECT_NE(std::string(e.what()).find("line 2"), std::string::npos) << e.what(); }
+    const std::string block = R"({"kld":0.5,"nll_base":1,"nll":1.5,"same_top":1,"positions":"3f000000"})";
+    const auto window = [&](std::string blocks) { return R"({"kind":"window","key":{"a":"b"},"speed":{"prompt":1,"generated":1},"blocks":[)" + blocks + "]}"; };
+    const auto with = [&](const std::string& from, const std::string& to) { return window(std::string(block).replace(block.find(from), from.size(), to)); };
+    const auto greedy = [](const std::string& key, const std::string& tokens, const std::string& agrees) {
+        return R"({"kind":"trajectory","key":{)" + key + R"(},"speed":{"prompt":1,"generated":1},"tokens":)" + tokens + R"(,"agrees":")" + agrees + "\"}";
+    };
+    std::ofstream(path) << window(block) << "\n\n";
+    EXPECT_EQ(Ledger(path).size(), 1u) << "a blank last line is none";
+    const std::pair<std::string, std::string> wrong[] = {
+        {"hello", "parse error"},
+        {R"({"key":{}})", "kind"},
+        {R"({"kind":"window","speed":{"prompt":1,"generated":1},"blocks":[)" + block + "]}", "key"},
+        {R"({"kind":"sorcery","key":{}})", "no kind 'sorcery'"},
+        {window(""), "at least one"},
+        {with("0.5", "null"), "kld is null"},
+        {with("1.5", "\"1\""), "nll is \"1\""},
+        {with("\"same_top\":1", "\"same_top\":-1"), "same_top is -1"},
+        {with("\"same_top\":1", "\"same_top\":2"), "from 0 to 1"},
+        {with("3f000000", ""), "0 positions"},
+        {with("3f000000", "7fc00000"), "divergence of nan"},
+        {with("3f000000", "3f00"), "no float"},
+        {R"({"kind":"retrieval","key":{},"answers":[{"depth":2,"right":true,"nll":1}]})", "depth is 2"},
+        {greedy(R"("generate":"2")", "[5]", ""), "2 tokens were to be generated, and 1"},
+        {greedy(R"("generate":"2","follow":"x")", "[]", "1"), "2 tokens were to be generated, and 1"},
+        {greedy(R"("generate":"1","follow":"x")", "[]", "2"), "of 0 and 1"},
+        {greedy(R"("generate":"1")", "[-5]", ""), "-5 is no token"},
+        {R"({"kind":"keys","key":{},"heads":[{"layer":-1,"head":0,"norm":1,"mean_share":0,"unevenness":1,"spectrum":[1]}]})", "layer is -1"},
+    };
+    for (const auto& [line, what] : wrong) {
+        std::ofstream(path) << window(block) << "\n" << line << "\n";
+        const std::string error = error_of([&] { Ledger{path}; });
+        EXPECT_TRUE(contains(error, path.string() + ":2: ")) << line;
+        EXPECT_TRUE(contains(error, what)) << line;
+    }
+}
+
+TEST(Ledger, KeepsNamesOfAnyBytes) {
+    const auto path = scratch("names");
+    const Key name = {{"text", "lat\xe9"}};
+    { Ledger(path).add(name, std::vector<Answer>{{0.5, true, 1}}); }
+    EXPECT_TRUE(Ledger(path).retrieval(name));
 }
 
 }  // namespace

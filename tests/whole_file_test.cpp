@@ -3,6 +3,7 @@
 
 #include <crumb/error.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <iterator>
@@ -52,6 +53,46 @@ TEST_F(WholeFileTest, ReplacesItsOwnKindOnly) {
     EXPECT_THROW(ask(folder_), Error);
     EXPECT_THROW(ask(folder_ / "missing" / "new"), Error);
     EXPECT_EQ(files(), 3u) << "asking leaves no file behind";
+}
+
+TEST_F(WholeFileTest, WritesBehindALinkAndKeepsTheMode) {
+    fs::create_directory(folder_ / "far");
+    const auto target = file("far/target", "before"), link = folder_ / "link", ahead = folder_ / "ahead";
+    fs::permissions(target, fs::perms(0600));
+    fs::create_symlink("far/target", link);
+    fs::create_symlink(folder_ / "far" / "later", ahead);  // to what is not there yet
+    write_whole_file(link, "after");
+    write_whole_file(ahead, "new");
+    EXPECT_TRUE(fs::is_symlink(link));
+    EXPECT_TRUE(fs::is_symlink(ahead));
+    EXPECT_EQ(content(target), "after");
+    EXPECT_EQ(fs::status(target).permissions(), fs::perms(0600));
+    EXPECT_EQ(content(folder_ / "far" / "later"), "new");
+    fs::create_symlink("circle", folder_ / "circle");
+    EXPECT_TRUE(contains(error_of([&] { write_whole_file(folder_ / "circle", "x"); }), "leads to itself"));
+}
+
+TEST_F(WholeFileTest, LeavesAloneWhatIsNoFile) {
+    const auto pipe = folder_ / "pipe", link = folder_ / "link";
+    ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+    fs::create_symlink(pipe, link);
+    for (const auto& path : {pipe, link}) {
+        EXPECT_TRUE(contains(error_of([&] { write_whole_file(path, "x"); }), "a device or a pipe"));
+        EXPECT_TRUE(contains(error_of([&] { require_replaceable(path, 0, "x", "a test file"); }), "a device or a pipe"));
+    }
+    EXPECT_TRUE(fs::is_fifo(pipe));
+    EXPECT_TRUE(contains(error_of([] { write_whole_file("-", "x"); }), "standard output"));
+    EXPECT_EQ(files(), 2u);
+}
+
+TEST_F(WholeFileTest, OutputsOfOneCommandDiffer) {
+    const auto a = folder_ / "a";
+    fs::create_symlink("a", folder_ / "link");
+    for (const auto& same : {a, folder_ / ".." / folder_.filename() / "a", folder_ / "link"}) {
+        EXPECT_TRUE(contains(error_of([&] { require_different({{"--json", a}, {"--html", same}}); }), "--json and --html are the same file"));
+    }
+    EXPECT_NO_THROW(require_different({{"--json", a}, {"--html", folder_ / "b"}, {"-o", {}}, {"--checkpoint", {}}}));
+    EXPECT_TRUE(contains(error_of([] { require_different({{"-o", "here"}, {"--svg", "./here"}}); }), "the same file"));
 }
 
 }  // namespace

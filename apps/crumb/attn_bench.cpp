@@ -8,12 +8,13 @@
 
 #include <nlohmann/json.hpp>
 
+#include <unistd.h>
+
 #include "calibrate/whole_file.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <map>
 
 namespace crumb::app {
@@ -21,6 +22,8 @@ namespace crumb::app {
 namespace {
 
 using namespace attn;
+
+constexpr int kMostHeads = 1024, kMostDim = 1024, kMostTokens = 1 << 24;
 
 struct Options {
     std::string shape = "12/2x128", recipe = "had2", isa;
@@ -34,9 +37,9 @@ struct Options {
 Shape parse_shape(const std::string& text) {
     Shape s;
     int end = 0;
-    if (std::sscanf(text.c_str(), "%d/%dx%d%n", &s.n_head, &s.n_head_kv, &s.dim, &end) != 3 || end != int(text.size()) ||
-        s.n_head_kv < 1 || s.n_head % s.n_head_kv != 0) {
-        fail("'{}' is no shape: write query heads / KV heads x channels, as 12/2x128", text);
+    if (std::sscanf(text.c_str(), "%d/%dx%d%n", &s.n_head, &s.n_head_kv, &s.dim, &end) != 3 || end != int(text.size()) || s.n_head < 1 ||
+        s.n_head > kMostHeads || s.n_head_kv < 1 || s.n_head % s.n_head_kv != 0 || s.dim < 1 || s.dim > kMostDim) {
+        fail("'{}' is no shape: write query heads / KV heads x channels, as 12/2x128, with at most {} heads of {} channels", text, kMostHeads, kMostDim);
     }
     return s;
 }
@@ -132,6 +135,14 @@ void print(const Options& o, const Cell& cell, double read, double dot) {
     std::fflush(stdout);
 }
 
+// Rows of so many tokens must fit into this machine.
+void require_memory(const Shape& s, int tokens) {
+    const double bytes = 4.0 * tokens * s.dim * (s.n_head + 2.0 * s.n_head_kv), machine = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
+    if (bytes > machine) {
+        fail("K, V and Q of {} tokens of {} take {:.1f} GB, and this machine has {:.1f}: lower -c or --shape", tokens, s.name(), bytes * 1e-9, machine * 1e-9);
+    }
+}
+
 void write_json(const Options& o, const Rows& rows, const std::vector<Cell>& cells, Isa isa, double read, double dot) {
     nlohmann::ordered_json j{{"shape", rows.shape.name()}, {"recipe", o.recipe}, {"isa", name(isa)}, {"threads", o.threads},
                              {"rows", o.rows}, {"rounds", o.rounds}, {"read_roof", read}, {"dot_roof", dot},
@@ -143,7 +154,7 @@ void write_json(const Options& o, const Rows& rows, const std::vector<Cell>& cel
         }
         j["cells"].push_back(c);
     }
-    std::ofstream(o.json) << j.dump(1) << '\n';
+    write_whole_file(o.json, j.dump(1) + '\n');
 }
 
 // Time a layer against the context, both logarithmic.
@@ -158,28 +169,27 @@ void write_svg(const Options& o, const Rows& rows, const std::vector<Cell>& cell
     x1 = std::max(x1, 2 * x0);
     const auto x = [&](double v) { return kLeft + (kWidth - kLeft - kRight) * std::log(v / x0) / std::log(x1 / x0); };
     const auto y = [&](double v) { return kTop + (kHeight - kTop - kBottom) * (1 - std::log(v / y0) / std::log(y1 / y0)); };
-    std::ofstream out(o.svg);
-    out << fmt::format("<svg xmlns='http://www.w3.org/2000/svg' width='{}' height='{}' font-family='sans-serif' font-size='12'>\n"
+    std::string out = fmt::format("<svg xmlns='http://www.w3.org/2000/svg' width='{}' height='{}' font-family='sans-serif' font-size='12'>\n"
                        "<rect width='100%' height='100%' fill='white'/>\n<text x='{}' y='22' font-size='14'>One attention layer, {}, {} of {}, {} thread{}</text>\n",
                        kWidth, kHeight, kLeft, rows.shape.name(), o.rows == 1 ? "decode" : "prefill", o.rows == 1 ? "1 token" : fmt::format("{} tokens", o.rows),
                        o.threads, o.threads == 1 ? "" : "s");
     for (double t = std::pow(10, std::floor(std::log10(y0))); t <= y1; t *= 10) {
         if (t < y0) { continue; }
-        out << fmt::format("<line x1='{}' x2='{}' y1='{:.1f}' y2='{:.1f}' stroke='#ddd'/><text x='{}' y='{:.1f}' text-anchor='end'>{:g} us</text>\n", kLeft,
+        out += fmt::format("<line x1='{}' x2='{}' y1='{:.1f}' y2='{:.1f}' stroke='#ddd'/><text x='{}' y='{:.1f}' text-anchor='end'>{:g} us</text>\n", kLeft,
                            kWidth - kRight, y(t), y(t), kLeft - 6, y(t) + 4, t * 1e6);
     }
     for (const Cell& cell : cells) {
-        out << fmt::format("<text x='{:.1f}' y='{}' text-anchor='middle'>{}</text>\n", x(cell.context), kHeight - kBottom + 18, cell.context);
+        out += fmt::format("<text x='{:.1f}' y='{}' text-anchor='middle'>{}</text>\n", x(cell.context), kHeight - kBottom + 18, cell.context);
     }
-    out << fmt::format("<text x='{}' y='{}' text-anchor='middle'>tokens of context</text>\n", (kLeft + kWidth - kRight) / 2, kHeight - 12);
+    out += fmt::format("<text x='{}' y='{}' text-anchor='middle'>tokens of context</text>\n", (kLeft + kWidth - kRight) / 2, kHeight - 12);
     for (size_t i = 0; i < cells[0].results.size(); ++i) {
         const char* colour = kColours[i % std::size(kColours)];
         std::string points;
         for (const Cell& cell : cells) { points += fmt::format("{:.1f},{:.1f} ", x(cell.context), y(cell.results[i].seconds)); }
-        out << fmt::format("<polyline points='{}' fill='none' stroke='{}' stroke-width='{}'/><text x='{}' y='{:.1f}' fill='{}'>{}</text>\n", points, colour,
+        out += fmt::format("<polyline points='{}' fill='none' stroke='{}' stroke-width='{}'/><text x='{}' y='{:.1f}' fill='{}'>{}</text>\n", points, colour,
                            i == 0 ? 3 : 1.5, kWidth - kRight + 8, kTop + 14.0 * double(i) + 10, colour, cells[0].results[i].name);
     }
-    out << "</svg>\n";
+    write_whole_file(o.svg, out + "</svg>\n");
 }
 
 }  // namespace
@@ -188,32 +198,34 @@ int attn_bench(int argc, char** argv) {
     CLI::App app{"Time of one attention layer over its KV cache, against ggml's in the same process", "crumb attn-bench"};
     Options o;
     app.add_option("--shape", o.shape, "query heads / KV heads x channels")->capture_default_str();
-    app.add_option("-c,--ctx-size", o.contexts, "tokens of context, several with commas")->delimiter(',')->capture_default_str();
+    app.add_option("-c,--ctx-size", o.contexts, "tokens of context, several with commas")->delimiter(',')->capture_default_str()->check(CLI::Range(1, kMostTokens));
     app.add_option("--rows", o.rows, "query tokens after the context; 1: decode")->capture_default_str()->check(CLI::Range(1, 4096));
     app.add_option("--kv", o.recipe, "recipe that needs no artefact")->capture_default_str();
     app.add_option("--isa", o.isa, "instruction set of ours (default: the best of this CPU)");
     app.add_option("--against", o.opponents, "ggml's, or ours with an instruction set, with commas; none: ours alone")->delimiter(',')->capture_default_str();
-    app.add_option("-t,--threads", o.threads, "threads; 1 is timed by its CPU time, more by the wall clock")->capture_default_str()->check(CLI::PositiveNumber);
-    app.add_option("-r,--rounds", o.rounds, "rounds; in each all candidates take turns")->capture_default_str()->check(CLI::PositiveNumber);
-    app.add_option("--megabytes", o.megabytes, "memory of ours, in layers that are read in turn; ggml's gets twice as much")->capture_default_str();
-    app.add_option("--check", o.check, "largest context at which the answer is checked in double precision")->capture_default_str();
+    add_threads(app, o.threads, "threads; 1 is timed by its CPU time, more by the wall clock");
+    app.add_option("-r,--rounds", o.rounds, "rounds; in each all candidates take turns")->capture_default_str()->check(CLI::Range(1, 1000));
+    app.add_option("--megabytes", o.megabytes, "memory of ours, in layers that are read in turn; ggml's gets twice as much")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+    app.add_option("--check", o.check, "largest context at which the answer is checked in double precision")->capture_default_str()->check(CLI::Range(0, kMostTokens));
     auto* model = app.add_option("-m,--model", o.model, "record K, V and Q from this GGUF model instead of random ones");
     auto* text = app.add_option("-f,--file", o.text, "the text that it reads");
-    app.add_option("--layer", o.layer, "which of its layers")->capture_default_str();
+    app.add_option("--layer", o.layer, "which of its layers")->capture_default_str()->check(CLI::Range(0, 1 << 16));
     app.add_option("--json", o.json, "write the figures here");
     app.add_option("--svg", o.svg, "write a plot here");
     model->needs(text);
     text->needs(model);
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     std::erase(o.opponents, "none");
+    require_different({{"--json", o.json}, {"--svg", o.svg}});
     if (!o.json.empty()) { require_replaceable(o.json, 0, "{", "a table of figures (JSON)"); }
     if (!o.svg.empty()) { require_replaceable(o.svg, 0, "<svg", "a plot (SVG)"); }
     llama::quiet_log();
 
     const Isa isa = parse_isa(o.isa);
     const int tokens = *std::ranges::max_element(o.contexts) + o.rows;
-    if (std::ranges::min(o.contexts) < 1) { fail("a context of {} tokens: at least 1", std::ranges::min(o.contexts)); }
-    const Rows rows = o.model.empty() ? random_rows(parse_shape(o.shape), tokens) : record_rows(o.model, o.text, o.layer, tokens, o.threads);
+    const Shape shape = parse_shape(o.shape);
+    if (o.model.empty()) { require_memory(shape, tokens); }
+    const Rows rows = o.model.empty() ? random_rows(shape, tokens) : record_rows(o.model, o.text, o.layer, tokens, o.threads);
     const double read = read_roof(o.threads), dot = dot_roof(isa);
     std::printf("%s, %s, %d rows, %d threads, %d rounds; roofs: read %.1f GB/s, %s dot products %.0f G multiply-adds/s a thread\n\n"
                 "| context | candidate              | us a layer |    GB/s | x ours  |\n|---|---|---|---|---|\n",

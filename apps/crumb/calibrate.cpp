@@ -1,3 +1,4 @@
+#include "calibrate/whole_file.h"
 #include "calibration.h"
 #include "command_line.h"
 #include "commands.h"
@@ -20,11 +21,11 @@ int calibrate(int argc, char** argv) {
                                        "(default: what tools/fetch.py text fetched)");
     app.add_flag("!--no-chat", o.chat, "leave out the chats that are made of the first text with the model's chat template");
     app.add_option("-o,--output", o.output, "artefact (default: MODEL.crumb.safetensors beside the model, where --kv looks for it)");
-    app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str();
+    app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str()->check(CLI::Range(1, 1 << 30));
     app.add_option("-c,--ctx-size", o.window, "tokens of a window; each begins a new sequence")->capture_default_str()->check(CLI::Range(128, 1 << 20));
     app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
     app.add_option("--skip", o.skip, "first tokens of each window that are left out: sinks")->capture_default_str()->check(CLI::Range(0, 1 << 20));
-    app.add_option("-t,--threads", o.n_threads, "threads (default: all cores)");
+    add_threads(app, o.n_threads);
     app.add_option("--k-target", k_target, "whose eigenvectors rotate K: qqt, ktk")->capture_default_str();
     app.add_option("--v-target", v_target, "whose eigenvectors rotate V: sst, sst_true, vtv")->capture_default_str();
     app.add_option("--composition", composition, "r_h_pbr, r_h, h_pbr, h, r, pbr")->capture_default_str();
@@ -35,7 +36,7 @@ int calibrate(int argc, char** argv) {
         ->capture_default_str()->check(CLI::IsMember({"none", "local", "gradient"}));
     app.add_option("--metric-seed", o.seed, "of --metric gradient: draws the labels")->capture_default_str();
     app.add_option("--metric-clip", o.clip, "of --metric gradient: tokens' gradients are cut to this times their median length; 0: none")
-        ->capture_default_str()->check(CLI::NonNegativeNumber);
+        ->capture_default_str()->check(CLI::Range(0.0, 1e6));
     app.add_option("--checkpoint", o.checkpoint, "of --metric gradient: what it goes on from (default: OUTPUT.gradient)");
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
     if (o.texts.empty()) { o.texts = fetched_texts("calibration"); }
@@ -44,12 +45,17 @@ int calibrate(int argc, char** argv) {
     o.method.composition = find_composition(composition);
 
     const auto path = o.output.empty() ? llama::default_artefact(o.model) : o.output;
+    require_different({{"-o", path}, {"--checkpoint", o.checkpoint}});
     require_artefact_output(path);
+
+    for (const auto& text : o.texts) { llama::read_text(text, 64 * size_t(o.tokens)); }  // is it one?
+    require_different_texts(o.texts);
 
     llama::quiet_log();
     const Artefact artefact = llama::calibrate(o);
-    std::printf("wrote %s: %s, %zu layers, %llu tokens, hash %s\n", path.string().c_str(), artefact.provenance.method.c_str(),
-                artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), artefact.hash().c_str());
+    std::printf("wrote %s: %s, %zu layers, %llu tokens count of the %d that --tokens asks for, hash %s\n", path.string().c_str(),
+                artefact.provenance.method.c_str(), artefact.layers.size(), static_cast<unsigned long long>(artefact.provenance.tokens), o.tokens,
+                artefact.hash().c_str());
     return 0;
 }
 

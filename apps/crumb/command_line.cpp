@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <thread>
+
+#include "ggml.h"
 
 namespace crumb::app {
 
@@ -25,6 +28,18 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
     } catch (const CLI::ParseError& e) {
         return app.exit(e) == 0 ? 0 : kUsageError;
     }
+}
+
+void add_threads(CLI::App& app, int& threads, const std::string& help) {
+    const int cores = int(std::max(1u, std::thread::hardware_concurrency())), most = std::min(GGML_MAX_N_THREADS, 4 * cores);
+    auto* option = app.add_option("-t,--threads", threads, help)->check(CLI::Validator(
+        [=](const std::string& value) {
+            int n = 0;
+            return CLI::detail::lexical_cast(value, n) && n >= 1 && n <= most ? std::string()
+                                                                              : fmt::format("{} is no number from 1 to {} (this machine has {} cores)", value, most, cores);
+        },
+        fmt::format("INT in [1 - {}]", most)));
+    if (threads > 0) { option->capture_default_str(); }
 }
 
 }  // namespace crumb::app

@@ -26,8 +26,17 @@ std::string chat_prompt(const llama_model* model, const std::string& message) {
     const char* format = llama_model_chat_template(model, nullptr);
     const llama_chat_message chat[] = {{"user", message.c_str()}};
     std::string prompt(message.size() * 2 + 1024, '\0');
-    const int n = format ? llama_chat_apply_template(format, chat, 1, true, prompt.data(), int(prompt.size())) : -1;
-    if (n < 0 || size_t(n) > prompt.size()) { return message; }  // a base model: the question as it is
+    if (!format) { return message; }  // a base model: the question as it is
+    const auto apply = [&] { return llama_chat_apply_template(format, chat, 1, true, prompt.data(), int(prompt.size())); };
+    int n = apply();
+    if (n > int(prompt.size())) {
+        prompt.resize(size_t(n));
+        n = apply();
+    }
+    if (n < 0) {
+        std::fprintf(stderr, "the question is asked without a chat template: llama.cpp does not know the model's\n");
+        return message;
+    }
     prompt.resize(n);
     return prompt;
 }
@@ -133,9 +142,12 @@ int compare(int argc, char** argv) {
     app.add_option("-p,--prompt", question, "the question")->capture_default_str();
     app.add_option("-n,--predict", n_predict, "longest answer in tokens")->capture_default_str()->check(CLI::Range(1, 1 << 20));
     app.add_option("--ubatch-size", ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
-    app.add_option("-t,--threads", threads, "threads (default: all cores)");
+    add_threads(app, threads);
     if (const auto status = parse(app, several.front().rest)) { return *status; }
     if (!several.front().kv) { fail("crumb compare needs --kv RECIPE; the flags are:\n{}", kKvHelp); }
+    std::vector<std::string> recipes;
+    for (const KvArguments& arguments : several) { recipes.push_back(arguments.kv->recipe); }
+    require_once("--kv", recipes);
 
     llama::quiet_log();
     const auto model = llama::load_model(file);
@@ -143,6 +155,14 @@ int compare(int argc, char** argv) {
     const auto text = llama::tokenize(model.get(), llama::read_text(document), true, false);
     const auto prompt =
         llama::tokenize(model.get(), chat_prompt(model.get(), llama::read_text(document) + "\n\n" + question), true, true);
+    int exact = 0;
+    for (const KvArguments& arguments : several) { exact = std::max(exact, arguments.kv->sink + arguments.kv->recent); }
+    const int first = exact + kPageTokens;  // position whose query reads a code, whatever page it is in
+    if (text.size() < size_t(first) + 2) {
+        fail("the document has {} tokens, and the divergence counts from token {} on, behind the {} that stay 16 bit: take a longer document, or smaller "
+             "--kv-sink and --kv-recent",
+             text.size(), first, exact);
+    }
     const int n_ctx = int(std::max(prompt.size() + n_predict, text.size()) + 63) / 64 * 64;
     const llama::ContextOptions shape{.n_ctx = n_ctx, .n_ubatch = ubatch, .n_threads = threads};
 
@@ -150,7 +170,6 @@ int compare(int argc, char** argv) {
                 question.c_str());
     std::vector<Column> columns;
     columns.push_back({.name = "16 bit", .context = llama::new_context(model.get(), shape, std::nullopt), .answer = {}, .divergence = {}});
-    int exact = 0;
     for (const KvArguments& arguments : several) {
         Column column{.name = arguments.kv->recipe, .context = llama::new_context(model.get(), shape, arguments.kv), .answer = {}, .divergence = {}};
         const auto bytes = llama::kv_status()->bytes;
@@ -159,7 +178,6 @@ int compare(int argc, char** argv) {
         column.effective_bits = bytes.effective_bits;
         columns.front().mib = double(bytes.bf16_equivalent) / 1048576.0;
         columns.push_back(std::move(column));
-        exact = std::max(exact, arguments.kv->sink + arguments.kv->recent);
     }
     for (Column& column : columns) {
         column.answer = answer(column.name, model.get(), column.context.get(), prompt, n_predict, ubatch);
@@ -169,7 +187,6 @@ int compare(int argc, char** argv) {
 
     llama::Progress progress("comparing the distributions", double(text.size()));
     for (const Column& column : columns) { llama_memory_clear(llama_get_memory(column.context.get()), true); }
-    const int first = exact + kPageTokens;
     for (size_t at = 0; at < text.size(); at += ubatch) {
         const auto tokens = std::span(text).subspan(at, std::min<size_t>(ubatch, text.size() - at));
         for (const Column& column : columns) { llama::decode(column.context.get(), tokens, int(at), false); }

@@ -206,7 +206,7 @@ int depth_bench(int argc, char** argv) {
     app.add_option("--gpu-layers", o.gpu_layers, "layers on the GPU (-1: all)")->capture_default_str();
     app.add_flag("--no-kv-offload", o.cpu_cache, "cache and attention on the CPU");
     app.add_option("--cache-type", o.stock, "of llama.cpp's own cache, without --kv")->capture_default_str()->check(CLI::IsMember({"f16", "q8_0", "q4_0"}));
-    app.add_option("-t,--threads", o.threads, "threads (default: all cores)");
+    add_threads(app, o.threads);
     if (const auto status = parse(app, arguments.rest)) { return *status; }
     if (!std::ranges::is_sorted(o.depths) || !std::ranges::is_sorted(o.sequences)) { fail("depths and numbers of sequences must ascend"); }
     require_room_between_depths(o);

@@ -12,7 +12,6 @@
 
 #include <charconv>
 #include <cstdio>
-#include <span>
 
 namespace crumb::app {
 
@@ -20,8 +19,6 @@ namespace {
 
 // How the outputs begin, by which a file of an earlier run is known and may be replaced.
 constexpr std::string_view kPageStart = "<!DOCTYPE html>", kRowsStart = "{\"kind\":\"run\"";
-
-void write(const std::filesystem::path& file, const std::string& text) { write_whole_file(file, std::as_bytes(std::span(text))); }
 
 std::optional<std::vector<int>> layers_of(const std::vector<std::string>& names) {
     if (names.empty()) { return std::nullopt; }
@@ -59,7 +56,7 @@ int eval(int argc, char** argv) {
     app.add_option("-f,--file", o.texts, "texts, one or more domains; not those of calibration (default: what tools/fetch.py text fetched)");
     app.add_option("-c,--ctx-size", o.contexts, "tokens of a window, one or more, comma separated (8192)")->delimiter(',')->check(CLI::Range(64, 1 << 22));
     app.add_option("--windows", o.windows, "windows of each text")->capture_default_str()->check(CLI::Range(1, 1000));
-    app.add_option("--first", o.first, "first position of a window that counts (512, or half a window if that is less)")->check(CLI::NonNegativeNumber);
+    app.add_option("--first", o.first, "first position of a window that counts (512, or half a window if that is less)")->check(CLI::Range(0, 1 << 22));
     app.add_option("--layers", layers, "what these layers cost alone: numbers, or all; with --ablate K and V apart")
         ->delimiter(',');
     app.add_flag("--ablate", o.ablate, "K alone, V alone, and each recipe without each of its stages and windows");
@@ -79,7 +76,7 @@ int eval(int argc, char** argv) {
     app.add_flag("--kv-offload", o.kv_offload, "cache and attention on the GPU, where its layers are (default: on the CPU, which has every recipe)");
     app.add_option("--kv-prefill", prefill, "position or exact")->capture_default_str()->check(CLI::IsMember({"position", "exact"}));
     app.add_option("--ubatch-size", o.ubatch, "tokens of a step")->capture_default_str()->check(CLI::Range(1, 8192));
-    app.add_option("-t,--threads", o.threads, "threads (default: all cores)")->check(CLI::Range(1, 4096));
+    add_threads(app, o.threads);
     app.add_option("--memory", o.memory, "MiB for the caches and logits of recipes that run side by side")->capture_default_str()->check(CLI::Range(1, 1 << 24));
     app.add_option("--results", o.results, "what has been measured is kept here and not measured again (default: MODEL.eval.jsonl in this folder)");
     app.add_option("--json", json, "write the tables here, a JSON object a line");
@@ -99,16 +96,22 @@ int eval(int argc, char** argv) {
     if (o.texts.empty()) { o.texts = fetched_texts("evaluation"); }
     if (o.haystack.empty() && o.retrieval) { o.haystack = fetched_texts("evaluation")[1]; }
     if (o.results.empty()) { o.results = o.model.stem().string() + ".eval.jsonl"; }
+    require_once("--kv", o.recipes);
+    require_once("--layers", layers);
+    require_once("--probes", probes);
+    require_once("-c", o.contexts);
+    require_different_texts(o.texts);
     o.prefill = prefill == "exact" ? PrefillRule::exact : PrefillRule::position;
     o.paper_windows = windows_of == "paper";
     o.key_shapes = !html.empty();
 
+    require_different({{"--results", o.results}, {"--json", json}, {"--html", html}});
     if (!json.empty()) { require_replaceable(json, 0, kRowsStart, "a table of crumb eval"); }
     if (!html.empty()) { require_replaceable(html, 0, kPageStart, "a page of crumb eval"); }
     const Verdict verdict = evaluate(o);
     std::fputs(terminal(verdict).c_str(), stdout);
-    if (!json.empty()) { write(json, json_lines(verdict)); }
-    if (!html.empty()) { write(html, page(verdict)); }
+    if (!json.empty()) { write_whole_file(json, json_lines(verdict)); }
+    if (!html.empty()) { write_whole_file(html, page(verdict)); }
     std::printf("measurements: %s\n", o.results.c_str());
     return 0;
 }

@@ -128,6 +128,7 @@ int Evaluation::reading_positions(const Variant& variant, int context) const {
 // Where no code is read a recipe looks as good as 16 bit. Known before anything is measured.
 void Evaluation::require_codes() {
     for (const int context : o_.contexts) {
+        if (o_.generate >= context) { fail("--generate {} at -c {} leaves no prompt: take a larger -c, or generate less", o_.generate, context); }
         std::map<int, std::vector<std::string>> few;  // by positions that read
         for (const auto& variant : variants_) {
             if (!variant.kv) { continue; }
@@ -227,9 +228,16 @@ Verdict Evaluation::run() {
     for (const auto& variant : variants_) {
         if (o_.layers && variant.kv) { layers_alone(variant); }
     }
-    describe_setting();
+    // Whatever is too short is refused before hours of work, at the last context as well as at the first.
+    std::vector<std::vector<Text>> texts_of;
     for (const int context : o_.contexts) {
-        const auto texts = read_texts(context);
+        texts_of.push_back(read_texts(context));
+        for (const Probe probe : o_.retrieval ? o_.probes : std::vector<Probe>{}) { haystacks(probe, context); }
+    }
+    describe_setting();
+    for (size_t i = 0; i < o_.contexts.size(); ++i) {
+        const int context = o_.contexts[i];
+        const auto& texts = texts_of[i];
         measure_windows(context, texts, variants_);
         sum_up_windows(context, texts);
         if ((o_.layers || o_.ablate) && verdict_.parts.empty()) { parts(context, texts.front()); }

@@ -11,18 +11,29 @@ constexpr int kKeyTokens = 2048;  // that key shapes are taken from
 
 }  // namespace
 
-void Evaluation::retrieval(int context) {
+std::vector<Haystack> Evaluation::haystacks(Probe probe, int context) const {
     const auto* vocab = llama_model_get_vocab(model_.get());
     const auto hay = paragraphs(llama::read_text(o_.haystack));
     const Tokens begin(llama_vocab_get_add_bos(vocab) ? 1 : 0, llama_vocab_bos(vocab));
     const auto tokenize = [&](const std::string& text) { return llama::tokenize(model_.get(), text, false, false); };
+    std::vector<Haystack> result;
+    for (int i = 0; i < o_.haystacks; ++i) {
+        result.push_back(build_haystack(probe, context, uint64_t(i) + 1, hay, begin, tokenize));
+        for (const auto& q : result.back().questions) {
+            const size_t tokens = q.prompt.size() + q.answer.size();
+            if (tokens > size_t(o_.ubatch)) { fail("a question of {} tokens needs --ubatch-size {}", tokens, tokens); }
+        }
+    }
+    return result;
+}
+
+void Evaluation::retrieval(int context) {
     for (const Probe probe : o_.probes) {
-        std::vector<Haystack> haystacks;
+        const std::vector<Haystack> haystacks = this->haystacks(probe, context);
         std::vector<std::string> hashes;
-        for (int i = 0; i < o_.haystacks; ++i) {
-            haystacks.push_back(build_haystack(probe, context, uint64_t(i) + 1, hay, begin, tokenize));
-            Tokens everything = haystacks.back().prefix;
-            for (const auto& q : haystacks.back().questions) {
+        for (const Haystack& haystack : haystacks) {
+            Tokens everything = haystack.prefix;
+            for (const auto& q : haystack.questions) {
                 everything.insert(everything.end(), q.prompt.begin(), q.prompt.end());
                 everything.insert(everything.end(), q.answer.begin(), q.answer.end());
             }

@@ -70,6 +70,7 @@ private:
     std::vector<int> layers_alone(const Variant& variant) const;
     std::vector<Part> parts_of(const Variant& variant) const;
     void parts(int context, const Text& text);
+    std::vector<Haystack> haystacks(Probe probe, int context) const;
     void retrieval(int context);
     void trajectories(int context, const std::vector<Text>& texts);
     void key_shapes(const Text& text);

@@ -15,9 +15,10 @@ constexpr double kFewShared = 0.01;  // of sampled runs: boilerplate that many t
 std::vector<Text> Evaluation::read_texts(int context) const {
     const auto* vocab = llama_model_get_vocab(model_.get());
     std::vector<Text> texts;
-    for (const auto& file : o_.texts) {
-        const auto tokens = first_tokens(model_.get(), file, size_t(context) * o_.windows + kTimedTokens);
-        Text text{file.stem().string(), {}};
+    const auto names = text_names(o_.texts);
+    for (size_t i = 0; i < names.size(); ++i) {
+        const auto tokens = first_tokens(model_.get(), o_.texts[i], size_t(context) * o_.windows + kTimedTokens);
+        Text text{names[i], {}};
         for (int w = 0; w < o_.windows; ++w) {
             const auto begin = tokens.begin() + std::ptrdiff_t(w) * context;
             text.windows.emplace_back(begin, begin + context + kTimedTokens);

@@ -3,9 +3,11 @@
 
 #include <crumb/error.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <span>
 
 namespace {
@@ -45,9 +47,7 @@ void help(std::FILE* out) {
                  crumb::app::kKvHelp);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int dispatch(int argc, char** argv) {
     if (argc < 2) {
         help(stderr);
         return 2;
@@ -65,6 +65,9 @@ int main(int argc, char** argv) {
         if (std::strcmp(name, command.name) != 0) { continue; }
         try {
             return command.run(argc - 1, argv + 1);
+        } catch (const std::bad_alloc&) {
+            std::fprintf(stderr, "crumb %s: error: there is not enough memory for this: lower the sizes that were asked for\n", name);
+            return 1;
         } catch (const std::exception& e) {
             std::fprintf(stderr, "crumb %s: error: %s\n", name, e.what());
             return 1;
@@ -72,4 +75,16 @@ int main(int argc, char** argv) {
     }
     std::fprintf(stderr, "crumb: error: unknown command '%s'; crumb --help lists them\n", name);
     return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int status = dispatch(argc, argv);
+    errno = 0;
+    if (const bool flushed = std::fflush(stdout) == 0; (!flushed || std::ferror(stdout)) && status == 0) {
+        std::fprintf(stderr, "crumb: error: standard output could not be written%s%s\n", errno ? ": " : "", errno ? std::strerror(errno) : "");
+        return 1;
+    }
+    return status;
 }

@@ -100,7 +100,7 @@ std::vector<Answer> ask(llama_model* model, const llama::ContextOptions& shape, 
     for (const auto& question : haystack.questions) {
         Tokens tokens = question.prompt;
         tokens.insert(tokens.end(), question.answer.begin(), question.answer.end());
-        if (tokens.size() > size_t(shape.n_ubatch)) { fail("a question of {} tokens needs --ubatch-size {}", tokens.size(), tokens.size()); }
+        CRUMB_ASSERT(tokens.size() <= size_t(shape.n_ubatch));
         llama_memory_seq_cp(memory, kPrefix, kFork, -1, -1);
         llama::decode(context.get(), tokens, length, false, kFork);
         Answer answer{question.depth, true, 0};

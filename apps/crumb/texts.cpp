@@ -1,10 +1,20 @@
 #include "texts.h"
 
+#include "command_line.h"
+
 #include <crumb/error.h>
 
 #include <cstdlib>
+#include <iterator>
+#include <set>
 
 namespace crumb::app {
+
+namespace {
+
+std::filesystem::path place(const std::filesystem::path& file) { return std::filesystem::weakly_canonical(std::filesystem::absolute(file)); }
+
+}  // namespace
 
 std::vector<std::filesystem::path> fetched_texts(const char* half) {
     const auto variable = [](const char* name) { return std::filesystem::path(std::getenv(name) ? std::getenv(name) : ""); };
@@ -22,11 +32,35 @@ std::vector<std::filesystem::path> fetched_texts(const char* half) {
     return texts;
 }
 
+void require_different_texts(const std::vector<std::filesystem::path>& files) {
+    std::vector<std::string> places;
+    for (const auto& file : files) { places.push_back(place(file).string()); }
+    require_once("-f", places);
+}
+
+std::vector<std::string> text_names(const std::vector<std::filesystem::path>& files) {
+    std::vector<std::filesystem::path> whole;
+    for (const auto& file : files) { whole.push_back(place(file)); }
+    std::vector<std::string> names;
+    for (const auto& file : files) { names.push_back(file.stem().string()); }
+    const auto ambiguous = [&] {
+        const std::set<std::string> different(names.begin(), names.end());
+        return different.size() < names.size() || different.contains("all");
+    };
+    for (std::ptrdiff_t parts = 1; ambiguous(); ++parts) {
+        for (size_t i = 0; i < files.size(); ++i) {
+            std::filesystem::path end;
+            for (auto part = std::prev(whole[i].end(), std::min(parts, std::distance(whole[i].begin(), whole[i].end()))); part != whole[i].end(); ++part) { end /= *part; }
+            names[i] = end.string();
+        }
+    }
+    return names;
+}
+
 std::vector<llama_token> first_tokens(const llama_model* model, const std::filesystem::path& file, size_t n) {
     // Some tokenizers take the square of the length in time: no more text than is needed, at most 8 bytes a token.
-    std::string text = llama::read_text(file);
-    if (text.size() > 8 * n) {
-        size_t end = 8 * n;
+    std::string text = llama::read_text(file, 8 * n + 1);
+    if (size_t end = 8 * n; text.size() > end) {
         while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) { --end; }  // not inside a character
         text.resize(end);
     }

@@ -2,8 +2,9 @@
 
 #include <crumb/error.h>
 
+#include <algorithm>
+#include <array>
 #include <fstream>
-#include <sstream>
 #include <thread>
 
 namespace crumb::llama {
@@ -74,12 +75,22 @@ std::string detokenize(const llama_model* model, std::span<const llama_token> to
     return text;
 }
 
-std::string read_text(const std::filesystem::path& file) {
+std::string read_text(const std::filesystem::path& file, size_t most) {
     std::error_code error;
     if (std::filesystem::is_directory(file, error)) { fail("{} is a folder: name the text files in it", file.string()); }
     std::ifstream in(file, std::ios::binary);
-    std::string text(std::istreambuf_iterator<char>(in), {});
+    std::string text;
+    std::array<char, 1 << 16> buffer;
+    while (text.size() < most && (in.read(buffer.data(), std::streamsize(std::min(buffer.size(), most - text.size()))), in.gcount() > 0)) {
+        text.append(buffer.data(), size_t(in.gcount()));
+    }
     if (!in.is_open() || in.bad()) { fail("cannot read the text file {}", file.string()); }
+    if (text.starts_with("\xff\xfe") || text.starts_with("\xfe\xff")) {
+        fail("{} is in UTF-16: make it UTF-8, as with\n    iconv -f UTF-16 -t UTF-8 {} > text.txt", file.string(), file.string());
+    }
+    if (const size_t zero = text.find('\0'); zero != std::string::npos) {
+        fail("{} is no text: byte {} is zero, as in binary files and UTF-16. Give a file of UTF-8 text", file.string(), zero);
+    }
     return text;
 }
 

@@ -5,6 +5,7 @@
 
 #include "llama.h"
 
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -47,7 +48,10 @@ ContextPtr new_context(llama_model* model, const ContextOptions& options, const 
 
 std::vector<llama_token> tokenize(const llama_model* model, const std::string& text, bool add_special, bool parse_special);
 std::string detokenize(const llama_model* model, std::span<const llama_token> tokens);
-std::string read_text(const std::filesystem::path& file);
+
+// At most `most` bytes from its beginning. Throws Error if it cannot be read, or is no text in UTF-8 or another code whose
+// characters have no zero bytes: a tokenizer would take those for tokens.
+std::string read_text(const std::filesystem::path& file, size_t most = SIZE_MAX);
 
 // Appends tokens to a sequence; `last_only`: logits of the last token alone. Throws Error if the engine fails.
 void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only, llama_seq_id sequence = 0);

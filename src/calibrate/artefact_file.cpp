@@ -9,10 +9,10 @@
 #include <bit>
 #include <charconv>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
+#include "base/json_text.h"
 #include "calibrate/artefact_fields.h"
 #include "calibrate/fingerprint.h"
 #include "calibrate/whole_file.h"
@@ -282,8 +282,7 @@ std::vector<std::byte> serialise(const Artefact& artefact) {
             offset = end;
         }
     }
-    // A name that is not UTF-8 must not make an artefact impossible.
-    std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
+    std::string text = json_text(header);
     text.append((8 - text.size() % 8) % 8, ' ');
 
     std::vector<std::byte> bytes;

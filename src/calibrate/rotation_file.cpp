@@ -225,10 +225,7 @@ Artefact import_rotation_files(const std::filesystem::path& k_file, const std::f
 void export_rotation_files(const Artefact& artefact, const std::filesystem::path& k_file,
                            const std::filesystem::path& v_file) {
     check(artefact, "the artefact");
-    std::error_code error;
-    if (k_file == v_file || std::filesystem::equivalent(k_file, v_file, error)) {
-        fail("{} cannot hold both the K and the V rotations: name two files", k_file.string());
-    }
+    require_different({{"the K rotations", k_file}, {"the V rotations", v_file}});
     for (const auto& file : {k_file, v_file}) {
         require_replaceable(file, 0, "PK", "a rotation file (.pt)");
     }

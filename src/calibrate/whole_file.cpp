@@ -2,20 +2,69 @@
 
 #include <crumb/error.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <memory>
 
 namespace crumb {
 
 namespace fs = std::filesystem;
 
-WholeFile::WholeFile(fs::path file) : file_(std::move(file)) {
-    if (fs::is_directory(file_)) {
-        fail("{} is a folder: give the name of a file to write", file_.string());
+namespace {
+
+constexpr int kMostLinks = 40;  // as Linux follows
+
+}  // namespace
+
+fs::path output_file(const fs::path& name) {
+    struct stat at, printed;
+    if (stat(name.c_str(), &at) == 0) {
+        if (S_ISDIR(at.st_mode)) {
+            fail("{} is a folder: give the name of a file to write", name.string());
+        }
+        if (!S_ISREG(at.st_mode)) {
+            fail("{} is a device or a pipe, and an output is written under another name and renamed: give the name of "
+                 "a file",
+                 name.string());
+        }
+        for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
+            if (fstat(descriptor, &printed) == 0 && printed.st_dev == at.st_dev && printed.st_ino == at.st_ino) {
+                fail("{} is where messages of this command go: give the name of another file", name.string());
+            }
+        }
     }
+    if (name == "-") {
+        fail("- is no file: outputs are not written to standard output, give the name of a file");
+    }
+    fs::path file = name;
+    std::error_code error;
+    for (int links = 0; fs::is_symlink(file, error); ++links) {
+        if (links == kMostLinks) {
+            fail("{} is a symbolic link that leads to itself: give the name of a file to write", name.string());
+        }
+        file = file.parent_path() / fs::read_symlink(file);
+    }
+    return file;
+}
+
+void require_different(std::initializer_list<NamedOutput> outputs) {
+    std::map<fs::path, std::string_view> seen;
+    for (const auto& [name, file] : outputs) {
+        if (file.empty()) {
+            continue;
+        }
+        const auto [other, first] = seen.emplace(fs::weakly_canonical(fs::absolute(output_file(file))), name);
+        if (!first) {
+            fail("{} and {} are the same file {}: give each its own", other->second, name, file.string());
+        }
+    }
+}
+
+WholeFile::WholeFile(fs::path file) : file_(output_file(file)) {
     temporary_ = fmt::format("{}.{}.tmp", file_.string(), getpid());
     const int descriptor = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
     if (descriptor < 0) {
@@ -25,6 +74,9 @@ WholeFile::WholeFile(fs::path file) : file_(std::move(file)) {
     }
     stream_ = fdopen(descriptor, "wb");
     CRUMB_ASSERT(stream_);
+    if (struct stat before; stat(file_.c_str(), &before) == 0) {
+        fchmod(descriptor, before.st_mode & 07777);
+    }
 }
 
 WholeFile::~WholeFile() {

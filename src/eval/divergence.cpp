@@ -155,13 +155,19 @@ double DivergenceSum::add(std::span<const float> base, std::span<const float> lo
     CRUMB_ASSERT(base.size() == logits.size() && next >= 0 && size_t(next) < base.size());
     const LogSum b = log_sum(base, "16-bit"), q = log_sum(logits, "quantised");
     const double kld = sum_of_divergence(base.size(), base.data(), float(b.value), logits.data(), float(b.value - q.value));
+    const double nll_base = b.value - base[next], nll = q.value - logits[next];
+    if (!std::isfinite(kld) || !std::isfinite(nll_base) || !std::isfinite(nll)) {
+        fail("a logit is not finite: the divergence is {} nats, and the token that follows costs {} nats at 16 bit and {} quantised; the model or its KV "
+             "cache is broken, or the text holds a token that the model forbids",
+             kld, nll_base, nll);
+    }
     if (!open_ || blocks_.back().kld.size() == kBlockPositions) { blocks_.emplace_back(); }
     open_ = true;
     Block& block = blocks_.back();
     block.kld.push_back(float(kld));
     block.sum_kld += kld;
-    block.nll_base += b.value - base[next];
-    block.nll += q.value - logits[next];
+    block.nll_base += nll_base;
+    block.nll += nll;
     block.same_top += b.top == q.top;
     return kld;
 }

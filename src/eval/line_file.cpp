@@ -1,5 +1,7 @@
 #include "eval/line_file.h"
 
+#include "calibrate/whole_file.h"
+
 #include <crumb/error.h>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -36,8 +38,11 @@ std::string read_all(int descriptor, const std::filesystem::path& file, std::str
 
 }  // namespace
 
-LineFile::LineFile(std::filesystem::path file, std::string_view start) : file_(std::move(file)) {
-    descriptor_ = open(file_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+LineFile::LineFile(const std::filesystem::path& file, std::string_view start) : file_(output_file(file)) {
+    constexpr int kFlags = O_RDWR | O_APPEND | O_CLOEXEC;
+    descriptor_ = open(file_.c_str(), kFlags | O_CREAT | O_EXCL, 0666);
+    created_ = descriptor_ >= 0;
+    if (!created_ && errno == EEXIST) { descriptor_ = open(file_.c_str(), kFlags); }
     if (descriptor_ < 0) { fail_with(file_, "open"); }
     try {
         if (flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
@@ -54,7 +59,7 @@ LineFile::LineFile(std::filesystem::path file, std::string_view start) : file_(s
 
 LineFile::~LineFile() {
     struct stat status;
-    if (fstat(descriptor_, &status) == 0 && status.st_size == 0) { unlink(file_.c_str()); }  // while it is locked
+    if (created_ && fstat(descriptor_, &status) == 0 && status.st_size == 0) { unlink(file_.c_str()); }  // while it is locked
     close(descriptor_);
 }
 

@@ -3,7 +3,7 @@
 // question is a fork of it. Answers are teacher-forced: a question counts if every token of the answer is the most likely
 // one given those before it. No sampling, no parsing of what a model chose to say.
 //
-//   single      8 facts that are unlike each other: a locker, a parcel, a file ...
+//   single      8 facts that are unlike each other: a locker, a bell, a telescope ...
 //   multi_key   32 codes of places, all of one form: the others distract
 //   multi_value 8 places with 4 numbers each, asked for all 4 in their order
 //   tracing     8 variables with a number, each handed on twice; the last of the chain is asked for

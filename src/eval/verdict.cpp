@@ -1,7 +1,8 @@
 #include "eval/verdict.h"
 
+#include "base/json_text.h"
+
 #include <crumb/error.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -165,7 +166,9 @@ std::string terminal(const Verdict& v) {
 }
 
 std::string json_lines(const Verdict& v) {
-    std::string text = ordered_json{{"kind", "run"}, {"model", v.model}, {"setting", v.setting}, {"notes", v.notes}}.dump() + "\n";
+    std::string lines;
+    const auto add = [&](const ordered_json& row) { lines += json_text(row) + "\n"; };
+    add({{"kind", "run"}, {"model", v.model}, {"setting", v.setting}, {"notes", v.notes}});
     for (const Row& r : v.rows) {
         ordered_json row = {{"kind", "quality"}, {"recipe", r.recipe}, {"text", r.text}, {"context", r.context}};
         put(row, r.cost);
@@ -174,12 +177,12 @@ std::string json_lines(const Verdict& v) {
         row["tg"] = r.speed.generated;
         row["calibrated_on"] = r.calibrated_on ? ordered_json(*r.calibrated_on) : ordered_json(nullptr);
         row["pareto"] = r.front;
-        text += row.dump() + "\n";
+        add(row);
     }
     for (const PartRow& r : v.parts) {
         ordered_json row = {{"kind", "part"}, {"recipe", r.recipe}, {"part", r.part}, {"layer", r.layer}, {"context", r.context}};
         put(row, r.divergence);
-        text += row.dump() + "\n";
+        add(row);
     }
     for (const RetrievalRow& r : v.retrieval) {
         ordered_json row = {{"kind", "retrieval"}, {"recipe", r.recipe}, {"probe", r.probe}, {"context", r.context}};
@@ -188,7 +191,7 @@ std::string json_lines(const Verdict& v) {
         put(row, "exact", Figure{r.all.value(), r.all.error()});
         row["nll"] = r.all.nll / double(std::max<size_t>(1, r.all.asked));
         for (const Share& share : r.by_depth) { row["asked_by_depth"].push_back(share.asked), row["right_by_depth"].push_back(share.right); }
-        text += row.dump() + "\n";
+        add(row);
     }
     for (const TrajectoryRow& r : v.trajectories) {
         ordered_json row = {{"kind", "trajectory"}, {"recipe", r.recipe}, {"text", r.text}, {"context", r.context}};
@@ -197,12 +200,12 @@ std::string json_lines(const Verdict& v) {
         row["first_divergence"] = r.first_divergence;
         row["agreement"] = r.agreement;
         row["tg"] = r.speed.generated;
-        text += row.dump() + "\n";
+        add(row);
     }
     for (const KeyShape& k : v.keys) {
-        text += ordered_json{{"kind", "keys"}, {"layer", k.layer}, {"head", k.head}, {"norm", k.norm}, {"mean_share", k.mean_share}, {"unevenness", k.unevenness}}.dump() + "\n";
+        add({{"kind", "keys"}, {"layer", k.layer}, {"head", k.head}, {"norm", k.norm}, {"mean_share", k.mean_share}, {"unevenness", k.unevenness}});
     }
-    return text;
+    return lines;
 }
 
 }  // namespace crumb

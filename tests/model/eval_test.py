@@ -128,8 +128,10 @@ class EvalTest(unittest.TestCase):
         self.assertEqual([r["recipe"] for r in retrieval], ["16 bit", "bf16", "had2"])
         self.assertTrue(all(r["asked"] == 8 and sum(r["asked_by_depth"]) == 8 for r in retrieval))
         greedy = {r["recipe"]: r for r in self.rows("all", "trajectory")}
-        self.assertEqual(greedy["16 bit"]["first_divergence"], 32)
-        self.assertLessEqual(greedy["had2"]["agreement"], 1)
+        self.assertEqual(list(greedy), ["16 bit", "bf16", "had2"])
+        self.assertLess(greedy["had2"]["agreement"], 1)
+        self.assertLess(greedy["had2"]["first_divergence"], 32)
+        self.assertGreater(greedy["bf16"]["agreement"], greedy["had2"]["agreement"])
         self.assert_headings("Quality for bits", "Retrieval", "Greedy text", "Why this model is hard")
 
         crumb(*self.eval_command("all", *common, "-c", "128", "--kv", "had2,q4_0", "--layers", "0,29", "--ablate"))
@@ -152,6 +154,33 @@ class EvalTest(unittest.TestCase):
         for heading in headings:
             self.assertIn(heading, page)
 
+    def write(self, name, n_bytes, skip=0):
+        with open(PROSE, "rb") as f:
+            f.seek(skip)
+            text = f.read(n_bytes)
+        os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        with open(self.path(name), "wb") as f:
+            f.write(text)
+        return self.path(name)
+
+    def test_texts_of_one_name_are_told_apart(self):
+        def texts(results, *names):
+            files = [argument for i, name in enumerate(names) for argument in ("-f", self.write(name, 3000, 4000 * i))]
+            crumb(*self.eval_command(results, *SMALL, "--kv", "had2", *files), errors="replace")
+            rows = self.rows(results)
+            self.assertEqual([r["pareto"] for r in rows], [r["recipe"] == "had2" for r in rows])
+            return [r["text"] for r in rows if r["recipe"] == "had2"]
+
+        self.assertEqual(texts("folders", "a/text.txt", "b/text.txt"), ["a/text.txt", "b/text.txt", "all"])
+        self.assertEqual(texts("sum", "all.txt", "b/text.txt"), ["all.txt", "text.txt", "all"])
+        self.assertEqual(texts("bytes", "lat\udce9.txt", "b/text.txt"), ["lat\ufffd", "text", "all"])  # a name that is not UTF-8
+
+    def test_compare_refuses_a_document_without_codes(self):
+        document = self.write("document.txt", 1200)
+        done = subprocess.run([CRUMB, "compare", "-m", MODEL, "--kv", "had2", "-f", document, "-p", "x"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr, r"the document has \d+ tokens, and the divergence counts from token 384 on, behind the 320")
+
     def test_says_what_is_wrong(self):
         def error(*arguments):
             done = subprocess.run([CRUMB, "eval", *arguments], capture_output=True, text=True)
@@ -166,6 +195,14 @@ class EvalTest(unittest.TestCase):
         # 64 + 256 tokens are exact: the query of position 382 is the last of -c 384 that counts, and sees codes below 64.
         self.assertIn("Take -c 1024", error(*had2, "-c", "384"))
         self.assertIn("layers 0 to 29", error(*had2, "-c", "1024", "--layers", "30"))
+        self.assertIn("leaves no prompt", error(*had2[:3], "q8_0", *had2[4:], "-c", "512", "--generate", "512"))
+        # Short texts and haystacks are seen before anything is measured, also those of the last context.
+        few = self.write("few.txt", 3000)
+        small = ["-m", MODEL, "--kv", "had2", "--results", self.path("x"), "-t", THREADS, *WINDOWS]
+        self.assertIn("4112 are needed", error(*small, "-f", few, "-c", "128,4096"))
+        self.assertIn("no paragraph", error(*small, "-f", few, "-c", "128", "--retrieval", "--haystack", self.write("nothing.txt", 100)))
+        self.assertIn("no room for its", error(*small, "-f", few, "-c", "256,128", "--retrieval", "--haystack", PROSE))
+        self.assertFalse(os.path.exists(self.path("x")))
         self.assertIn("had2", crumb("eval", "--list"))
 
 
