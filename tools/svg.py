@@ -13,7 +13,7 @@ class Svg:
     def text(self, x, y, text, anchor="start", colour="#222", size=None, halo=False):
         """halo: a white edge, for a text that lies on lines."""
         more = (f' font-size="{size}"' if size else "") + (' stroke="white" stroke-width="3" paint-order="stroke"' if halo else "")
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{more}>{escape(text)}</text>')
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{more}>{escape(str(text))}</text>')
 
     def line(self, points, colour="#ccc", width=1):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
