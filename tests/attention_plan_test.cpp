@@ -60,5 +60,12 @@ TEST(AttentionPlan, RowsWithoutTokensHaveARange) {
     EXPECT_TRUE(AttentionPlan({}, 0).tiles().empty());
 }
 
+// AMX is supported, or refused by the operating system, or not there; the best level is one that is supported.
+TEST(Isa, TilesThatAreRefusedAreNotSupported) {
+    EXPECT_FALSE(supported(Isa::amx) && tiles_refused());
+    EXPECT_TRUE(supported(best_isa()));
+    EXPECT_TRUE(!tiles_refused() || best_isa() == Isa::avx512);
+}
+
 }  // namespace
 }  // namespace crumb

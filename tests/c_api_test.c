@@ -145,6 +145,61 @@ int main(void) {
     step.rows_per_tile = 1;
     step.rows = NULL;
     EXPECT(crumb_plan(layer, &step, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "rows"));
+    step.rows = &row;
+
+    /* Counts and rows that cannot be are refused before anything is read. */
+    const crumb_row good = row;
+    uint32_t holes[kBlocks];
+    memcpy(holes, ids, sizeof ids);
+    step.exact_ids = holes;
+    const struct { int32_t begin, coded_end, end; int32_t hole; const char* why; } bad_rows[] = {
+        {-1, 0, 64, -1, "tokens -1 to 64"}, {0, 0, -1, -1, "tokens 0 to -1"}, {0, 0, kTokens + 1, -1, "tokens 0 to 193 of 3 blocks"},
+        {0, 128, kTokens, 2, "tokens 128 to 192 in exact block 2"}, {0, 127, kTokens, 1, "tokens 64 to 128 in exact block 1"}};
+    for (size_t i = 0; i < sizeof bad_rows / sizeof *bad_rows; i++) {
+        row.begin = bad_rows[i].begin, row.coded_end = bad_rows[i].coded_end, row.end = bad_rows[i].end;
+        if (bad_rows[i].hole >= 0) holes[bad_rows[i].hole] = CRUMB_NO_BLOCK;
+        EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), bad_rows[i].why));
+        memcpy(holes, ids, sizeof ids);
+    }
+    row = good;
+    holes[0] = holes[1] = CRUMB_NO_BLOCK; /* all of their tokens are read through codes */
+    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_OK && memcmp(once, out, sizeof out) == 0);
+    step.exact_ids = ids, step.coded_ids = holes;
+    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "tokens 0 to 64 in coded block 0"));
+    step.coded_ids = ids, step.sink = -1;
+    EXPECT(crumb_attend(layer, &step, &io, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "sink of -1"));
+    step.sink = 0;
+    crumb_rows no_rows = rows;
+    no_rows.n_tokens = -1;
+    EXPECT(crumb_store(layer, &no_rows, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "-1 tokens"));
+    batch.n_jobs = -1;
+    EXPECT(crumb_encode(layer, &batch, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "-1 jobs"));
+    crumb_layer* none = NULL;
+    shape.dim_v = -kDim;
+    EXPECT(crumb_layers_create("had2", NULL, &shape, 1, &none) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "-64 of V") && !none);
+
+    crumb_calibration* calibration = NULL;
+    const int32_t token = 0;
+    const double square = 1;
+    const float* rows_of = &q[0][0];
+    EXPECT(crumb_calibration_create(0, 1, &calibration) == CRUMB_OK);
+    EXPECT(crumb_calibration_begin(calibration, 0, &token, -1) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "-1 tokens"));
+    EXPECT(crumb_calibration_begin(calibration, 0, &token, 1) == CRUMB_OK);
+    EXPECT(crumb_calibration_metric(calibration, &shape, 0, 1, &square, &square) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "-64 of V"));
+    EXPECT(crumb_calibration_observe(calibration, &shape, 1, rows_of, rows_of, rows_of, rows_of) == CRUMB_ERROR_ARGUMENT);
+    shape.dim_v = kDim, shape.n_head_kv = 0;
+    EXPECT(crumb_calibration_metric(calibration, &shape, 0, 1, &square, &square) == CRUMB_ERROR_ARGUMENT);
+    EXPECT(crumb_calibration_observe(calibration, &shape, 1, rows_of, rows_of, rows_of, rows_of) == CRUMB_ERROR_ARGUMENT &&
+           strstr(crumb_error(), "over 0 KV heads"));
+    shape.n_head_kv = kHeadsKv;
+    EXPECT(crumb_calibration_observe(calibration, &shape, -1, rows_of, rows_of, rows_of, rows_of) == CRUMB_ERROR_ARGUMENT &&
+           strstr(crumb_error(), "-1 tokens of layer 0"));
+    const crumb_model_identity model = {"m", "a", "h", 1, kHeads, kHeadsKv, kDim, kDim};
+    const int zero = 0;
+    EXPECT(crumb_calibration_write(calibration, &model, "t", "none", &zero, -1, "nowhere") == CRUMB_ERROR_ARGUMENT &&
+           strstr(crumb_error(), "-1 layers"));
+    crumb_calibration_destroy(calibration);
+
     uint8_t digits[kHeadsKv][kDim];
     EXPECT(crumb_layer_digits(layer, 1, &digits[0][0]) == CRUMB_OK && digits[0][0] == 1 && digits[kHeadsKv - 1][kDim - 1] == 1);
     EXPECT(crumb_layer_digits(layer, 0, NULL) == CRUMB_ERROR_ARGUMENT && strstr(crumb_error(), "digits"));

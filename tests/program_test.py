@@ -33,6 +33,11 @@ class Refusals(unittest.TestCase):
                      arguments=["compare", "-m", "m", "-f", "f", "-p", "p", "-c", "2048", "--odd", "--kv", "had2"])
         self.refused(2, "--tokens", arguments=["calibrate", "-m", "model.gguf", "--tokens", "many"])
         self.refused(2, "--skip", arguments=["calibrate", "-m", "model.gguf", "--skip", "-1"])
+        self.refused(2, "--metric-seed", arguments=["calibrate", "-m", "model.gguf", "--metric-seed", "-1"])
+        for flag, value in (("--checkpoint", "x"), ("--metric-seed", "0"), ("--metric-clip", "3")):
+            for metric in ("none", "local"):
+                self.refused(1, f"{flag} is of --metric gradient, and this is --metric {metric}",
+                             arguments=["calibrate", "-m", "model.gguf", "--metric", metric, flag, value])
         self.refused(2, "--tokens: Value -5", arguments=["calibrate", "-m", "model.gguf", "--tokens", "-5"])
         self.refused(2, "--first: Value -1 not in range 0 to 4194304\n", arguments=["eval", "-m", "m", "--kv", "had2", "--first", "-1"])
         self.refused(1, "no KV recipe 'nope'", "oscar", arguments=[*model, "--kv", "nope"])

@@ -4,7 +4,10 @@
 #include <crumb/error.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <fstream>
 #include <iterator>
 
@@ -53,6 +56,27 @@ TEST_F(WholeFileTest, ReplacesItsOwnKindOnly) {
     EXPECT_THROW(ask(folder_), Error);
     EXPECT_THROW(ask(folder_ / "missing" / "new"), Error);
     EXPECT_EQ(files(), 3u) << "asking leaves no file behind";
+}
+
+TEST_F(WholeFileTest, RemovesWhatAKilledProcessLeft) {
+    const auto dead_process = [] {
+        const pid_t child = fork();
+        if (child == 0) { _exit(0); }
+        waitpid(child, nullptr, 0);
+        return child;
+    };
+    const auto temporary = [&](const std::string& name, auto process, std::chrono::minutes age) {
+        const auto path = file(fmt::format("{}.{}.tmp", name, process), "half");
+        fs::last_write_time(path, fs::file_time_type::clock::now() - age);
+        return path;
+    };
+    using std::chrono::minutes;
+    const auto left = temporary("a", dead_process(), minutes(60)), young = temporary("a", dead_process(), minutes(0)),
+               of_another = temporary("b", dead_process(), minutes(60)), alive = temporary("a", getppid(), minutes(60)),
+               of_nobody = temporary("a", "x", minutes(60));
+    write_whole_file(folder_ / "a", "whole");
+    EXPECT_FALSE(fs::exists(left));
+    for (const auto& stays : {young, of_another, alive, of_nobody, folder_ / "a"}) { EXPECT_TRUE(fs::exists(stays)) << stays; }
 }
 
 TEST_F(WholeFileTest, WritesBehindALinkAndKeepsTheMode) {

@@ -8,6 +8,7 @@
 #include <crumb/artefact.h>
 #include <crumb/error.h>
 
+#include <cstdint>
 #include <cstdio>
 
 namespace crumb::app {
@@ -34,11 +35,16 @@ int calibrate(int argc, char** argv) {
                    "how 'planes' weighs errors: none (squared, relative to the energy of a layer's K or V), local (what they do to "
                    "their layer's output), gradient (what they do to the model's predictions; one backward pass)")
         ->capture_default_str()->check(CLI::IsMember({"none", "local", "gradient"}));
-    app.add_option("--metric-seed", o.seed, "of --metric gradient: draws the labels")->capture_default_str();
-    app.add_option("--metric-clip", o.clip, "of --metric gradient: tokens' gradients are cut to this times their median length; 0: none")
+    auto* seed = app.add_option("--metric-seed", o.seed, "of --metric gradient: draws the labels")->capture_default_str()->check(CLI::Range(int64_t{0}, INT64_MAX));
+    auto* clip = app.add_option("--metric-clip", o.clip, "of --metric gradient: tokens' gradients are cut to this times their median length; 0: none")
         ->capture_default_str()->check(CLI::Range(0.0, 1e6));
-    app.add_option("--checkpoint", o.checkpoint, "of --metric gradient: what it goes on from (default: OUTPUT.gradient)");
+    auto* checkpoint = app.add_option("--checkpoint", o.checkpoint, "of --metric gradient: what it goes on from (default: OUTPUT.gradient)");
     if (const auto status = parse(app, {argv, argv + argc})) { return *status; }
+    for (const CLI::Option* option : {seed, clip, checkpoint}) {
+        if (*option && o.metric != "gradient") {
+            fail("{} is of --metric gradient, and this is --metric {}: leave out one of them", option->get_name(), o.metric);
+        }
+    }
     if (o.texts.empty()) { o.texts = fetched_texts("calibration"); }
     o.method.k = find_target(k_target);
     o.method.v = find_target(v_target);

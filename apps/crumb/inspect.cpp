@@ -157,6 +157,15 @@ void print_cost(const std::vector<Use>& uses, int threads) {
     }
 }
 
+const char* checked(Artefact::Checked what) {
+    switch (what) {
+        case Artefact::Checked::nothing: return "no checksum: an older crumb wrote this file";
+        case Artefact::Checked::tensors: return "agrees with the tensors; none of the metadata: an older crumb wrote this file";
+        case Artefact::Checked::all: return "agrees with tensors and metadata";
+    }
+    CRUMB_ASSERT(false);
+}
+
 void print_artefact(const std::filesystem::path& file) {
     const Artefact artefact = read_artefact(file);
     const auto& p = artefact.provenance;
@@ -165,7 +174,7 @@ void print_artefact(const std::filesystem::path& file) {
                 file.string().c_str(), artefact.hash().c_str(), p.model.name.c_str(), p.model.architecture.c_str(), p.model.n_layer,
                 p.model.n_head, p.model.n_head_kv, p.model.dim_k, p.model.dim_v, p.model.hash.c_str(), p.method.c_str(),
                 static_cast<unsigned long long>(p.tokens), p.texts.c_str(), p.text_hash.c_str(), p.created_by.c_str(),
-                artefact.checksum ? "agrees with the tensors" : "no checksum: an older crumb wrote this file");
+                checked(artefact.checked));
     for (const auto& [il, layer] : artefact.layers) {
         std::printf("  layer %-3d    key mean %d x %d, K rotation %d x %d x %d, V rotation %d x %d x %d", il, layer.k_mean.heads,
                     layer.k_mean.dim, layer.k_rotation.heads, layer.k_rotation.dim, layer.k_rotation.dim, layer.v_rotation.heads,
@@ -270,6 +279,11 @@ int inspect(int argc, char** argv) {
             std::vector<Use> uses{use_of(*model, "crumb serve", serve, served)};
             if (kv.memory == 0) { uses.push_back(use_of(*model, "crumb run, chat", kv, request)); }
             print_cost(uses, request.n_threads);
+            const Recipe& recipe = uses.front().config.recipe;
+            if (const auto beside = llama::default_artefact(model_file);
+                recipe.needs_artefact() && kv.artefact.empty() && !std::filesystem::exists(beside)) {
+                std::printf("  to run it, make its artefact %s: crumb calibrate -m %s\n", beside.c_str(), model_file.c_str());
+            }
         }
     }
     return 0;

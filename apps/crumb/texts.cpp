@@ -58,13 +58,7 @@ std::vector<std::string> text_names(const std::vector<std::filesystem::path>& fi
 }
 
 std::vector<llama_token> first_tokens(const llama_model* model, const std::filesystem::path& file, size_t n) {
-    // Some tokenizers take the square of the length in time: no more text than is needed, at most 8 bytes a token.
-    std::string text = llama::read_text(file, 8 * n + 1);
-    if (size_t end = 8 * n; text.size() > end) {
-        while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) { --end; }  // not inside a character
-        text.resize(end);
-    }
-    auto tokens = llama::tokenize(model, text, false, false);
+    auto tokens = llama::tokenize(model, llama::read_beginning(file, n), false, false);
     if (tokens.size() < n) {
         fail("{} has {} tokens, {} are needed: take a longer text, a smaller -c or fewer --windows", file.string(), tokens.size(), n);
     }

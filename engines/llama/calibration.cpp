@@ -1,9 +1,9 @@
 #include "calibration.h"
 
 #include <crumb/error.h>
+
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <thread>
 
 #include "calibrate/fingerprint.h"
@@ -19,26 +19,6 @@
 namespace crumb::llama {
 
 namespace {
-
-// More of a text is not read: languages need three to five, and some tokenizers take the square of the length in time.
-constexpr size_t kMostBytesPerToken = 8;
-
-// The beginning of a text, enough for n tokens.
-std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
-    std::ifstream in(file, std::ios::binary);
-    std::error_code error;
-    if (!in || std::filesystem::is_directory(file, error)) {
-        fail("cannot read the text {}: no such file, a folder, or it may not be read", file.string());
-    }
-    std::string text(n_tokens * kMostBytesPerToken, '\0');
-    in.read(text.data(), std::streamsize(text.size()));
-    text.resize(size_t(in.gcount()));
-    // not in the middle of a UTF-8 character
-    while (!in.eof() && !text.empty() && (text.back() & 0x80)) {
-        text.pop_back();
-    }
-    return text;
-}
 
 // Said once: the artefact names chats only if they were read.
 std::string without_chats(const char* why) {

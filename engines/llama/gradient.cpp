@@ -238,11 +238,13 @@ void require_finite(const RowGradients& g) {
     }
 }
 
-Identity identity_of(std::span<const std::vector<llama_token>> windows, const GradientOptions& o) {
+Identity identity_of(std::span<const std::vector<llama_token>> windows, std::span<const int> folds,
+                     const GradientOptions& o) {
     Fingerprint tokens;
-    for (const auto& window : windows) {
-        tokens.add_value(uint64_t(window.size()));
-        tokens.add(std::as_bytes(std::span(window)));
+    for (size_t w = 0; w < windows.size(); ++w) {
+        tokens.add_value(uint64_t(folds[w]));
+        tokens.add_value(uint64_t(windows[w].size()));
+        tokens.add(std::as_bytes(std::span(windows[w])));
     }
     return {{"model", o.model_hash},
             {"text", tokens.hex()},
@@ -252,28 +254,22 @@ Identity identity_of(std::span<const std::vector<llama_token>> windows, const Gr
             {"recent", std::to_string(o.rule.recent)}};
 }
 
-// Over the windows of one part of the text; empty if it has none.
-Metric mean_of(std::span<const WindowSums> windows, std::span<const int> folds, int fold) {
-    Metric metric;
-    for (size_t w = 0; w < windows.size(); ++w) {
-        if (folds[w] != fold) {
-            continue;
-        }
-        for (const auto& [number, sums] : windows[w]) {
-            LayerMetric& layer = metric[number];
-            layer.tokens += sums.tokens;
-            layer.heads.resize(sums.heads.size());
-            for (size_t h = 0; h < sums.heads.size(); ++h) {
-                for (const auto side : {&HeadMetric::k, &HeadMetric::v}) {
-                    const auto& from = sums.heads[h].*side;
-                    auto& to = layer.heads[h].*side;
-                    to.resize(from.size());
-                    std::transform(from.begin(), from.end(), to.begin(), to.begin(), std::plus{});
-                }
-            }
+void add(Metric& sums, int number, const LayerMetric& more) {
+    LayerMetric& layer = sums[number];
+    layer.tokens += more.tokens;
+    layer.heads.resize(more.heads.size());
+    for (size_t h = 0; h < more.heads.size(); ++h) {
+        for (const auto side : {&HeadMetric::k, &HeadMetric::v}) {
+            const auto& from = more.heads[h].*side;
+            auto& to = layer.heads[h].*side;
+            to.resize(from.size());
+            std::transform(from.begin(), from.end(), to.begin(), to.begin(), std::plus{});
         }
     }
-    for (auto& [number, layer] : metric) {
+}
+
+Metric mean_of(Metric sums) {
+    for (auto& [number, layer] : sums) {
         for (HeadMetric& head : layer.heads) {
             for (auto* side : {&head.k, &head.v}) {
                 for (double& x : *side) {
@@ -282,7 +278,7 @@ Metric mean_of(std::span<const WindowSums> windows, std::span<const int> folds, 
             }
         }
     }
-    return metric;
+    return sums;
 }
 
 }  // namespace
@@ -290,6 +286,9 @@ Metric mean_of(std::span<const WindowSums> windows, std::span<const int> folds, 
 std::vector<Metric> gradient_metrics(llama_model* model, std::span<const std::vector<llama_token>> all,
                                      std::span<const int> all_folds, const GradientOptions& o) {
     CRUMB_ASSERT(all.size() == all_folds.size());
+    if (!o.checkpoint.empty()) {
+        require_checkpoint_output(o.checkpoint);
+    }
     std::vector<std::vector<llama_token>> windows;
     std::vector<int> folds;
     for (size_t w = 0; w < all.size(); ++w) {
@@ -323,17 +322,17 @@ std::vector<Metric> gradient_metrics(llama_model* model, std::span<const std::ve
              "backward pass, or --metric none",
              llm_arch_name(model->arch), e.what());
     }
-    const Identity identity = identity_of(windows, o);
-    std::vector<WindowSums> done;
+    const Identity identity = identity_of(windows, folds, o);
+    GradientSums sums;
     if (!o.checkpoint.empty()) {
-        done = read_checkpoint(o.checkpoint, identity);
-        if (!done.empty()) {
-            std::fprintf(stderr, "gradient: %zu of %zu windows are in %s\n", done.size(), windows.size(),
+        sums = read_checkpoint(o.checkpoint, identity);
+        if (sums.windows > 0) {
+            std::fprintf(stderr, "gradient: %zu of %zu windows are in %s\n", sums.windows, windows.size(),
                          o.checkpoint.c_str());
         }
     }
     double total = 0;
-    for (size_t w = done.size(); w < windows.size(); ++w) {
+    for (size_t w = sums.windows; w < windows.size(); ++w) {
         total += window->work() / double(length) * double(windows[w].size());
     }
 
@@ -342,14 +341,13 @@ std::vector<Metric> gradient_metrics(llama_model* model, std::span<const std::ve
     double work = 0, loss = 0;
     uint64_t positions = 0;
     size_t bytes = 0;
-    for (size_t w = done.size(); w < windows.size(); ++w) {
+    for (size_t w = sums.windows; w < windows.size(); ++w) {
         set_length(windows[w].size());
-        WindowSums sums;
         loss += window->run(
             compute, windows[w], mixed(o.seed, w),
             [&](const RowGradients& g) {
                 require_finite(g);
-                sums[g.layer] = layer_sums(g, o);
+                add(sums.parts[size_t(folds[w])], g.layer, layer_sums(g, o));
             },
             [&](double more) {
                 work += more;
@@ -358,9 +356,9 @@ std::vector<Metric> gradient_metrics(llama_model* model, std::span<const std::ve
             });
         positions += uint64_t(far_rows(int(windows[w].size()), o.rule));
         bytes = std::max(bytes, window->kept_bytes() + compute.scratch_bytes());
-        done.push_back(std::move(sums));
+        sums.windows = w + 1;
         if (!o.checkpoint.empty()) {
-            write_checkpoint(o.checkpoint, identity, done);
+            write_checkpoint(o.checkpoint, identity, sums);
         }
     }
     if (positions > 0) {
@@ -368,9 +366,9 @@ std::vector<Metric> gradient_metrics(llama_model* model, std::span<const std::ve
                      loss / double(positions), progress.seconds(), double(bytes) / 1e9);
     }
     std::vector<Metric> metrics;
-    for (const int fold : {0, 1}) {
-        if (Metric metric = mean_of(done, folds, fold); !metric.empty()) {
-            metrics.push_back(std::move(metric));
+    for (Metric& part : sums.parts) {
+        if (!part.empty()) {
+            metrics.push_back(mean_of(std::move(part)));
         }
     }
     if (metrics.size() > 1) {

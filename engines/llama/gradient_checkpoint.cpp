@@ -14,7 +14,7 @@ namespace crumb::llama {
 
 namespace {
 
-constexpr const char* kMagic = "crumb gradient 1";
+constexpr const char *kMagic = "crumb gradient ", *kVersion = "2";
 constexpr size_t kLargest = size_t(64) << 30, kDigits = 32;
 
 std::string fingerprint(std::span<const std::byte> bytes) {
@@ -83,28 +83,30 @@ class Reader {
 
 }  // namespace
 
-void write_checkpoint(const std::filesystem::path& file, const Identity& identity,
-                      const std::vector<WindowSums>& windows) {
-    std::string bytes = std::string(kMagic) + "\n";
+void require_checkpoint_output(const std::filesystem::path& file) {
+    require_replaceable(file, 0, kMagic, "a checkpoint of a gradient");
+}
+
+void write_checkpoint(const std::filesystem::path& file, const Identity& identity, const GradientSums& sums) {
+    std::string bytes = fmt::format("{}{}\n", kMagic, kVersion);
     for (const auto& [name, value] : identity) {
         bytes += name + " " + value + "\n";
     }
-    const auto append = [&](const void* data, size_t n) { bytes.append(static_cast<const char*>(data), n); };
-    bytes += fmt::format("windows {}\n", windows.size());
-    if (!windows.empty()) {
-        bytes += fmt::format("layers {}\n", windows[0].size());
-        for (const auto& [number, layer] : windows[0]) {
+    bytes += fmt::format("windows {}\n", sums.windows);
+    for (const Metric& part : sums.parts) {
+        bytes += fmt::format("layers {}\n", part.size());
+        for (const auto& [number, layer] : part) {
             const auto dim = [](const std::vector<double>& m) { return std::lround(std::sqrt(double(m.size()))); };
-            bytes += fmt::format("layer {} {} {} {}\n", number, layer.heads.size(), dim(layer.heads[0].k),
-                                 dim(layer.heads[0].v));
+            bytes += fmt::format("layer {} {} {} {} {}\n", number, layer.heads.size(), dim(layer.heads[0].k),
+                                 dim(layer.heads[0].v), layer.tokens);
         }
     }
-    for (const WindowSums& window : windows) {
-        append(&window.begin()->second.tokens, sizeof(uint64_t));
-        for (const auto& [number, layer] : window) {
+    for (const Metric& part : sums.parts) {
+        for (const auto& [number, layer] : part) {
             for (const HeadMetric& head : layer.heads) {
-                append(head.k.data(), head.k.size() * sizeof(double));
-                append(head.v.data(), head.v.size() * sizeof(double));
+                for (const auto* side : {&head.k, &head.v}) {
+                    bytes.append(reinterpret_cast<const char*>(side->data()), side->size() * sizeof(double));
+                }
             }
         }
     }
@@ -112,7 +114,7 @@ void write_checkpoint(const std::filesystem::path& file, const Identity& identit
     write_whole_file(file, std::as_bytes(std::span(bytes)));
 }
 
-std::vector<WindowSums> read_checkpoint(const std::filesystem::path& file, const Identity& identity) {
+GradientSums read_checkpoint(const std::filesystem::path& file, const Identity& identity) {
     if (!std::filesystem::exists(file)) {
         return {};
     }
@@ -125,8 +127,13 @@ std::vector<WindowSums> read_checkpoint(const std::filesystem::path& file, const
     std::string digits(kDigits, '\0');
     std::memcpy(digits.data(), bytes.data() + body.size(), kDigits);
     Reader reader(file, body);
-    if (digits != fingerprint(body) || reader.line() != kMagic) {
+    const std::string first = digits == fingerprint(body) ? reader.line() : "";
+    if (!first.starts_with(kMagic)) {
         whole.damaged();
+    }
+    if (const std::string version = first.substr(std::strlen(kMagic)); version != kVersion) {
+        fail("{} is a checkpoint of format {}, and this program goes on from format {}: delete it to begin anew", file.string(),
+             version, kVersion);
     }
     for (const auto& [name, value] : identity) {
         const std::string line = reader.line();
@@ -139,22 +146,19 @@ std::vector<WindowSums> read_checkpoint(const std::filesystem::path& file, const
                  file.string(), name, found, value);
         }
     }
-    const int64_t n_windows = reader.numbers("windows", 1)[0];
-    std::vector<WindowSums> windows;
-    std::vector<std::vector<int64_t>> layers;
-    if (n_windows > 0) {
-        layers.resize(reader.numbers("layers", 1)[0]);
-        for (auto& layer : layers) {
-            layer = reader.numbers("layer", 4);
+    GradientSums sums;
+    sums.windows = size_t(reader.numbers("windows", 1)[0]);
+    std::array<std::vector<std::vector<int64_t>>, kFolds> layers;
+    for (auto& of_part : layers) {
+        of_part.resize(reader.numbers("layers", 1)[0]);
+        for (auto& layer : of_part) {
+            layer = reader.numbers("layer", 5);
         }
     }
-    for (int64_t w = 0; w < n_windows; ++w) {
-        WindowSums& window = windows.emplace_back();
-        uint64_t tokens = 0;
-        reader.take(&tokens, sizeof(tokens));
-        for (const auto& layer : layers) {
-            LayerMetric& metric = window[int(layer[0])];
-            metric.tokens = tokens;
+    for (size_t part = 0; part < layers.size(); ++part) {
+        for (const auto& layer : layers[part]) {
+            LayerMetric& metric = sums.parts[part][int(layer[0])];
+            metric.tokens = uint64_t(layer[4]);
             for (int64_t h = 0; h < layer[1]; ++h) {
                 HeadMetric& head = metric.heads.emplace_back();
                 head.k = reader.doubles(size_t(layer[2] * layer[2]));
@@ -165,7 +169,7 @@ std::vector<WindowSums> read_checkpoint(const std::filesystem::path& file, const
     if (!reader.done()) {
         reader.damaged();
     }
-    return windows;
+    return sums;
 }
 
 }  // namespace crumb::llama

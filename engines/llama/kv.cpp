@@ -135,6 +135,8 @@ void require_memory(size_t bytes, const CacheConfig& config) {
     }
 }
 
+constexpr const char* kTilesRefused = " (this CPU has AMX, and Linux refuses this process its tiles)";
+
 AttentionChoice attention_choice(const std::string& text) {
     if (text == "auto") { return {}; }
     if (text == kDecoded) { return {.decode_pages = true}; }
@@ -144,13 +146,13 @@ AttentionChoice attention_choice(const std::string& text) {
         if (text == name(isa)) { return {.isa = isa}; }
         names += fmt::format(", {}", name(isa));
     }
-    fail("--kv-attention takes {} on this machine, not '{}'", names, text);
+    fail("--kv-attention takes {} on this machine, not '{}'{}", names, text, text == name(Isa::amx) && tiles_refused() ? kTilesRefused : "");
 }
 
 // On a GPU the kernels that there are read such pages in place, and without one a layer is refused there.
 void refuse_slow(const Recipe& recipe, const KvOptions& options, bool on_cpu) {
     if (recipe.slow() && on_cpu && !options.allow_slow) {
-        fail("--kv {} has no fast attention on the CPU: its pages are decoded for every query, and attention over them takes some 14 times as "
+        fail("--kv {} has no fast attention on the CPU: its pages are decoded for every query, and attention over them takes some 3 times as "
              "long in a prompt and 50 times as long for a token. Add --kv-allow-slow to run it all the same, for example to compare it",
              label(recipe));
     }
@@ -214,6 +216,7 @@ llama_memory_i* create(const llama_model& model, const llama_memory_params& para
         if (cuda) { line += ", " + cuda->describe(); }
         if (cuda && !g.options->sliding && sliding_form(config)) { line += ", where --kv-sliding auto is bf16"; }
         if (g.options->attention != "auto") { line += fmt::format(", attention {}", g.options->attention); }
+        else if (on_cpu && tiles_refused()) { line += fmt::format(", attention {}{}", name(best_isa()), kTilesRefused); }
         if (g.options->verify > 0) {
             line += fmt::format(", every {}th token checked against exact K and V, which takes {:.1f} MiB more", g.options->verify,
                                 double(cache_bytes(Verify::exact_config(config)).total()) / 1048576.0);
@@ -309,8 +312,10 @@ CacheConfig cache_geometry(const llama_model& model, const KvOptions& options, c
     sizes.total = request.unified ? sizes.per_sequence : sizes.per_sequence * request.n_sequences;
     const auto layers = layers_of(model, nullptr, nullptr).layers;
     const Recipe recipe = choose(model, options).recipe;
-    // Of the recipes with an artefact, only those with a budget have pages that depend on it.
-    const auto artefact = recipe.budgeted() ? find_artefact(model, options, recipe) : std::nullopt;
+    // Of the recipes with an artefact only those with a budget have pages that depend on it; of the others sizes can be told
+    // before there is one. What there is, or was named, must fit all the same.
+    const bool wanted = recipe.budgeted() || !options.artefact.empty() || std::filesystem::exists(default_artefact(model_file(&model)));
+    const auto artefact = wanted ? find_artefact(model, options, recipe) : std::nullopt;
     return geometry(model, options, recipe, layers, sizes, artefact ? &*artefact : nullptr, false);
 }
 

@@ -94,6 +94,18 @@ std::string read_text(const std::filesystem::path& file, size_t most) {
     return text;
 }
 
+std::string read_beginning(const std::filesystem::path& file, size_t n_tokens) {
+    // Languages need three to five bytes a token, and some tokenizers take the square of the length in time.
+    const size_t most = 8 * n_tokens;
+    std::string text = read_text(file, most + 1);
+    if (text.size() > most) {
+        size_t end = most;
+        while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) { --end; }  // not inside a character
+        text.resize(end);
+    }
+    return text;
+}
+
 void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only,
             llama_seq_id sequence) {
     llama_batch batch = llama_batch_init(int(tokens.size()), 0, 1);

@@ -52,6 +52,8 @@ std::string detokenize(const llama_model* model, std::span<const llama_token> to
 // At most `most` bytes from its beginning. Throws Error if it cannot be read, or is no text in UTF-8 or another code whose
 // characters have no zero bytes: a tokenizer would take those for tokens.
 std::string read_text(const std::filesystem::path& file, size_t most = SIZE_MAX);
+// The beginning of a text, enough for n tokens, whole characters of UTF-8.
+std::string read_beginning(const std::filesystem::path& file, size_t n_tokens);
 
 // Appends tokens to a sequence; `last_only`: logits of the last token alone. Throws Error if the engine fails.
 void decode(llama_context* context, std::span<const llama_token> tokens, int position, bool last_only, llama_seq_id sequence = 0);

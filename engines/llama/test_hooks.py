@@ -137,6 +137,7 @@ static json get_res_props(const server_context_meta & meta) {
 }
             res->data = tmp.to_metrics();
             res->data = res_task->to_metrics();
+        std::string action = req.get_param("action");
 """,
     http.HTTP_H: """\
 struct server_http_context {

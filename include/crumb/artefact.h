@@ -84,7 +84,8 @@ class Artefact {
   public:
     Provenance provenance;
     std::map<int, LayerArtefact> layers;
-    bool checksum = true;  // false: its file, of an older crumb, had none, so damage to a value may go unnoticed
+    // What its file has checksums of. Files of an older crumb lack some, so that damage may go unnoticed.
+    enum class Checked { nothing, tensors, all } checked = Checked::all;
 
     // XXH3-128 of the file that write_artefact() writes, hex: printed, and part of page identity.
     std::string hash() const;

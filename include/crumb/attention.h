@@ -150,6 +150,7 @@ enum class Isa : uint8_t {
 inline constexpr Isa kIsas[] = {Isa::portable, Isa::neon, Isa::avx2, Isa::avx_vnni, Isa::avx512, Isa::amx};
 const char* name(Isa isa);
 bool supported(Isa isa);
+bool tiles_refused();  // the CPU has what Isa::amx needs, and the operating system does not give it to this process
 Isa best_isa();
 
 // Shared by the threads that run one layer of one step: who does what next, and partial results of split ranges. Its

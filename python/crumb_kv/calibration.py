@@ -229,8 +229,11 @@ def calibrate(model, tokenizer, texts, file, *, tokens=32768, window=1024, metri
     if used < LEAST_TOKENS:
         raise ValueError(f"calibration needs at least {LEAST_TOKENS} tokens and has {used} (the first {SKIP} of each window do not "
                          "count): give longer texts, or more of them")
-    if metric == "gradient" and window <= Rules().sink + Rules().recent:
-        raise ValueError(f"windows of {window} tokens have none that is read through codes: metric='gradient' needs longer ones")
+    longest, rules = max(ids.shape[1] for ids, _ in windows), Rules()
+    if metric == "gradient" and longest <= rules.sink + rules.recent:
+        raise ValueError(f"the longest of {len(windows)} windows has {longest} tokens, and the first {rules.sink} and last {rules.recent} of each are "
+                         f"never read through codes, so metric='gradient' has nothing to measure: {len(texts)} texts share tokens={tokens} in windows "
+                         f"of window={window} at most. Give fewer or longer texts, more tokens or a larger window, or type metric='none'")
 
     handle = ctypes.c_void_p()
     library.require(c.crumb_calibration_create(SKIP, torch.get_num_threads(), ctypes.byref(handle)))

@@ -63,8 +63,12 @@ def shapes_of(model, leave_windows=False):
     return [Shape(i, n_head, n_head_kv, dim, dim, float(attention[i].scaling), softcap) for i in coded]
 
 
+# What makes keys, alone or with queries and values.
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "W_pack", "Wqkv")
+
+
 def has_key_bias(model):
-    keys = (getattr(m, "k_proj", None) for m in model.modules())
+    keys = (getattr(m, name, None) for m in model.modules() for name in KEY_PROJECTIONS)
     return any(getattr(k, "bias", None) is not None for k in keys)
 
 

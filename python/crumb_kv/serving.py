@@ -145,8 +145,8 @@ class Served:
         try:
             return {number: coder.tables(self.device) for number, coder in self.coders.items()}
         except ValueError as e:
-            refuse_model(self.engine, str(e), "Take had2, oscar or planes and a model with heads of 64 or 128 channels, or leave the "
-                         "crumb options out")
+            refuse_model(self.engine, str(e), "Take had2, oscar or planes and a model with heads of 64, 128 or 256 channels, or leave "
+                         "the crumb options out")
 
     def take_windows(self):
         """The memory of the exact rows."""

@@ -7,7 +7,7 @@ import torch
 from transformers import (AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig,
                           MistralConfig, Qwen2Config, Qwen3Config, T5Config)
 
-from crumb_kv import CrumbCache
+from crumb_kv import CrumbCache, models
 
 SIZES = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=32, vocab_size=99, max_position_embeddings=4096, pad_token_id=0, eos_token_id=None, bos_token_id=1)
@@ -234,6 +234,14 @@ def test_models_that_cannot_be_served(config, message):
 def test_a_key_bias_is_warned_of():
     with pytest.warns(UserWarning, match="keys of Qwen2ForCausalLM have a bias.*crumb_kv.calibrate"):
         CrumbCache(make_model(Qwen2Config(**SIZES)), "had2")
+
+
+@pytest.mark.parametrize("name", models.KEY_PROJECTIONS)
+def test_a_key_bias_is_found_in_fused_projections(name):
+    for bias in (True, False):
+        attention = torch.nn.Module()
+        setattr(attention, name, torch.nn.Linear(8, 24, bias=bias))
+        assert models.has_key_bias(torch.nn.Sequential(attention)) == bias
 
 
 def test_encoder_decoders_are_refused():

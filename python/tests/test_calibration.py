@@ -139,7 +139,8 @@ def test_long_gradients_say_how_much_and_not_which_way():
 @pytest.mark.parametrize("options, message", [
     (dict(texts=[]), "at least 2000 tokens and has 0"),
     (dict(texts=["1 2 3"]), "at least 2000 tokens and has 0"),
-    (dict(window=300), "windows of 300 tokens"),
+    (dict(window=300), "has 300 tokens.*window=300.*metric='none'"),
+    (dict(texts=[words(300, seed) for seed in range(20)]), "has 256 tokens.*20 texts share tokens=5000"),
     (dict(metric="local"), "metric='gradient' or 'none'"),
     (dict(window=0), "window is 0"),
     (dict(tokens=-1), "tokens is -1"),

@@ -178,6 +178,23 @@ def test_rows_beyond_the_tables_are_refused(setting):
                        torch.zeros(1, HEADS, DIM))
 
 
+@pytest.mark.parametrize("block, missing, message", [
+    (0, "coded", None), (0, "exact", "exact block 0"), (1, "coded", "coded block 1"), (1, "exact", None), (2, "coded", None), (2, "exact", "exact block 2"),
+])
+def test_a_row_that_reads_a_block_that_is_none_is_refused(setting, block, missing, message):
+    row, coded_ids, exact_ids, *step = setting.step(128, sink=64)
+    ids = dict(coded=coded_ids, exact=exact_ids)
+    ids[missing] = ids[missing].clone()
+    ids[missing][0, block] = -1
+    attend = lambda: OPS.attend(setting.layer.handle, setting.q, row, ids["coded"], ids["exact"], *step, setting.coded, setting.exact, None, None,
+                                setting.workspace, torch.zeros(1, HEADS, DIM))
+    if message is None:
+        attend()
+    else:
+        with pytest.raises(RuntimeError, match=f"crumb: row 0 reads .*{message}"):
+            attend()
+
+
 @pytest.mark.parametrize("recipe, shape, message", [
     ("int3", {}, "had2"),
     ("oscar", {}, "crumb calibrate"),

@@ -39,7 +39,7 @@ template <class... Args>
 }
 
 constexpr const char* kSketch = "text_sketch";
-constexpr const char* kChecksum = "checksum";
+constexpr const char *kChecksum = "checksum", *kMetadataChecksum = "metadata_checksum";
 
 json metadata_of(const Provenance& p) {
     const auto text = [](auto number) { return std::to_string(number); };
@@ -62,6 +62,14 @@ json metadata_of(const Provenance& p) {
         metadata[kSketch] = p.sketch.hex();
     }
     return metadata;
+}
+
+// Of all of it but this checksum, keys sorted.
+std::string metadata_checksum(json metadata) {
+    metadata.erase(kMetadataChecksum);
+    Fingerprint fingerprint;
+    fingerprint.add_text(json_text(metadata));
+    return fingerprint.hex();
 }
 
 // At most this deep: header, tensor, array, number. Stops nested input before it costs memory, and refuses
@@ -127,6 +135,7 @@ class Metadata {
     }
 
     std::string optional_text(const char* key) const { return values_->contains(key) ? text(key) : ""; }
+    const json& values() const { return *values_; }
     const std::string& name() const { return name_; }
 
     template <class T>
@@ -261,8 +270,11 @@ std::string tensor_checksum(const Artefact& artefact) {
 std::vector<std::byte> serialise(const Artefact& artefact) {
     nlohmann::ordered_json header;
     json metadata = metadata_of(artefact.provenance);
-    if (artefact.checksum) {
+    if (artefact.checked != Artefact::Checked::nothing) {
         metadata[kChecksum] = tensor_checksum(artefact);
+    }
+    if (artefact.checked == Artefact::Checked::all) {
+        metadata[kMetadataChecksum] = metadata_checksum(metadata);
     }
     header["__metadata__"] = std::move(metadata);
     uint64_t offset = 0;
@@ -314,6 +326,11 @@ Artefact parse_artefact(std::span<const std::byte> bytes, const std::string& nam
 
     Artefact artefact;
     const Metadata metadata(header, name);
+    const std::string of_metadata = metadata.optional_text(kMetadataChecksum);
+    if (!of_metadata.empty() && of_metadata != metadata_checksum(metadata.values())) {
+        refuse(name, "it is damaged: its metadata has the checksum {}, and says {}", metadata_checksum(metadata.values()),
+               of_metadata);
+    }
     artefact.provenance = parse_provenance(metadata);
     std::vector<Tensor> tensors;
     for (const auto& [tensor, entry] : header.items()) {
@@ -343,8 +360,10 @@ Artefact parse_artefact(std::span<const std::byte> bytes, const std::string& nam
         std::memcpy(m.data.data(), data.data() + tensor.begin, tensor.end - tensor.begin);
     }
     const std::string checksum = metadata.optional_text(kChecksum);
-    artefact.checksum = !checksum.empty();
-    if (artefact.checksum && checksum != tensor_checksum(artefact)) {
+    artefact.checked = checksum.empty()      ? Artefact::Checked::nothing
+                       : of_metadata.empty() ? Artefact::Checked::tensors
+                                             : Artefact::Checked::all;
+    if (!checksum.empty() && checksum != tensor_checksum(artefact)) {
         refuse(name, "it is damaged: its tensors have the checksum {}, and its metadata says {}", tensor_checksum(artefact),
                checksum);
     }

@@ -2,10 +2,13 @@
 
 #include <crumb/error.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,6 +20,29 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int kMostLinks = 40;  // as Linux follows
+
+// Temporary files of this one whose processes were killed while they wrote. What is younger than a minute stays: a process
+// of another machine or container that shares the folder is not to be seen from here.
+void remove_stale(const fs::path& file) {
+    const std::string begin = file.filename().string() + ".", end = ".tmp";
+    std::error_code error;
+    for (const auto& entry : fs::directory_iterator(file.has_parent_path() ? file.parent_path() : ".", error)) {
+        const std::string name = entry.path().filename().string();
+        if (name.size() <= begin.size() + end.size() || !name.starts_with(begin) || !name.ends_with(end)) {
+            continue;
+        }
+        pid_t process = 0;
+        const char *first = name.data() + begin.size(), *last = name.data() + name.size() - end.size();
+        const auto [stop, invalid] = std::from_chars(first, last, process);
+        if (invalid != std::errc{} || stop != last || process < 1 || kill(process, 0) == 0 || errno != ESRCH) {
+            continue;
+        }
+        const auto written = fs::last_write_time(entry.path(), error);
+        if (!error && fs::file_time_type::clock::now() - written > std::chrono::minutes(1)) {
+            fs::remove(entry.path(), error);
+        }
+    }
+}
 
 }  // namespace
 
@@ -65,6 +91,7 @@ void require_different(std::initializer_list<NamedOutput> outputs) {
 }
 
 WholeFile::WholeFile(fs::path file) : file_(output_file(file)) {
+    remove_stale(file_);
     temporary_ = fmt::format("{}.{}.tmp", file_.string(), getpid());
     const int descriptor = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
     if (descriptor < 0) {

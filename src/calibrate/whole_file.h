@@ -1,6 +1,7 @@
 // Files that appear whole or not at all: written under a temporary name in the same folder, flushed to the disk,
 // renamed. An output is a regular file: a symbolic link to one stays a link, a file that is replaced keeps its mode,
-// and devices, pipes and folders are refused, since a rename would put a file where they are.
+// and devices, pipes and folders are refused, since a rename would put a file where they are. What a killed process left
+// goes when the file is written next.
 #pragma once
 
 #include <cstddef>

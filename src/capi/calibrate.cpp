@@ -74,6 +74,8 @@ crumb_status crumb_calibration_observe(crumb_calibration* calibration, const cru
                                        const float* q, const float* k, const float* v, const float* output) {
     return guard([&] {
         const crumb_layer_shape& s = need(shape, "shape");
+        check(s);
+        if (n_tokens < 0) fail("{} tokens of layer {}: there must be 0 or more", n_tokens, s.layer);
         need(calibration, "calibration")
             .moments.observe(s.layer, {s.n_head, s.n_head_kv, s.dim_k, s.dim_v},
                              {n_tokens, packed(q, s.n_head, s.dim_k, "q"), packed(k, s.n_head_kv, s.dim_k, "k"),
@@ -85,6 +87,7 @@ crumb_status crumb_calibration_metric(crumb_calibration* calibration, const crum
                                       const double* k, const double* v) {
     return guard([&] {
         const crumb_layer_shape& s = need(shape, "shape");
+        check(s);
         check_fold(fold);
         LayerMetric metric;
         metric.tokens = n_rows;
@@ -100,6 +103,7 @@ crumb_status crumb_calibration_write(const crumb_calibration* calibration, const
     return guard([&] {
         const crumb_calibration& c = need(calibration, "calibration");
         const crumb_model_identity& m = need(model, "model");
+        if (n_layers < 1) fail("an artefact of {} layers: there must be one at least", n_layers);
         const std::span<const int> coded(&need(layers, "layers"), size_t(n_layers));
         require_artefact_output(&need(file, "file"));
         const RotationMethod method;

@@ -1,5 +1,7 @@
 // The C API on the CPU.
+#include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "capi/layer.h"
 
@@ -22,12 +24,31 @@ void run(const crumb_threads* threads, int n, const Body& body) {
                  const_cast<Body*>(&body));
 }
 
+// Whether a row sees tokens of its table's blocks alone, and blocks that there are: the kernels take both for granted.
+void check_blocks(const crumb_step& step, size_t i, const crumb_row& row) {
+    if (row.begin < 0 || row.end < 0 || size_t(row.end) > kPageTokens * step.ids_stride) {
+        fail("row {} sees tokens {} to {} of {} blocks of {}", i, row.begin, row.end, step.ids_stride, kPageTokens);
+    }
+    const size_t ids = row.sequence * step.ids_stride;
+    for (int first = row.begin, last; first < row.end; first = last) {
+        const int block = first / kPageTokens;
+        last = std::min(row.end, (block + 1) * kPageTokens);
+        const int coded = std::max(0, std::min(last, row.coded_end) - std::max(first, step.sink));
+        for (const auto& [tokens, table, kind] : {std::tuple{coded, step.coded_ids, "coded"}, {last - first - coded, step.exact_ids, "exact"}}) {
+            if (tokens > 0 && table[ids + block] == CRUMB_NO_BLOCK) {
+                fail("row {} reads tokens {} to {} in {} block {} of its sequence, which has none (CRUMB_NO_BLOCK)", i, first, last, kind, block);
+            }
+        }
+    }
+}
+
 void attend_step(const crumb_layer& layer, const crumb_step& step, const crumb_io& io, void*) {
     std::vector<QueryRow> rows;
     for (size_t i = 0; i < size_t(step.n_tiles) * step.rows_per_tile; i++) {
         const crumb_row& row = step.rows[i];
         if (row.token == CRUMB_NO_TOKEN) continue;
         if (row.sequence >= step.n_sequences) fail("row {} is of sequence {} of {}", i, row.sequence, step.n_sequences);
+        check_blocks(step, i, row);
         rows.push_back({row.sequence, row.token, row.position, row.begin, row.coded_end, row.end});
     }
     std::vector<SequenceView> views;
@@ -100,8 +121,6 @@ void copy(size_t bytes, std::byte* to, size_t to_stride, const uint32_t* to_ids,
 }  // namespace
 
 const Backend cpu_backend = {
-    .tables_bytes = [](const crumb_layer&, size_t& bytes) { bytes = 0; },
-    .tables_write = [](const crumb_layer&, void*, size_t) {},
     .workspace_bytes = [](const crumb_layer&, const crumb_step&, size_t& bytes) { bytes = 0; },
     .plan = [](const crumb_layer&, const crumb_step&, void*) {},
     .attend = attend_step,

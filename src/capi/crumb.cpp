@@ -33,6 +33,13 @@ const Backend& backend(crumb_backend which) {
     return *cuda_backend();
 }
 
+void check(const crumb_layer_shape& s) {
+    if (s.n_head_kv < 1 || s.n_head < 1 || s.n_head % s.n_head_kv != 0) {
+        fail("{} query heads over {} KV heads: the first must be a multiple of the second", s.n_head, s.n_head_kv);
+    }
+    if (s.dim_k < 1 || s.dim_v < 1) fail("heads of {} channels of K and {} of V: there must be one at least", s.dim_k, s.dim_v);
+}
+
 namespace {
 
 void check(const crumb_threads* threads) {
@@ -47,6 +54,7 @@ void check(const crumb_step& step) {
     if (step.backend == CRUMB_CUDA && step.multiprocessors < 1) {
         fail("{} multiprocessors: say how many the device has", step.multiprocessors);
     }
+    if (step.sink < 0) fail("a sink of {} tokens: there must be 0 or more", step.sink);
     check(step.threads);
 }
 
@@ -98,9 +106,7 @@ crumb_status crumb_layers_create(const char* name, const char* file, const crumb
         const std::unique_ptr<const Artefact> artefact(file ? new Artefact(read_artefact(file)) : nullptr);
         std::vector<CodedLayer> coded;
         for (const crumb_layer_shape& s : wanted) {
-            if (s.n_head_kv < 1 || s.n_head < 1 || s.n_head % s.n_head_kv != 0) {
-                fail("{} query heads over {} KV heads: the first must be a multiple of the second", s.n_head, s.n_head_kv);
-            }
+            check(s);
             coded.push_back({s.layer, s.n_head_kv, s.dim_k, s.dim_v});
         }
         const std::vector<PageFormat> formats = page_formats(recipe, coded, artefact.get());
@@ -147,11 +153,11 @@ size_t crumb_exact_block_bytes(const crumb_layer* layer) {
 double crumb_bits_per_element(const crumb_layer* layer) { return layer->format.bits_per_element(); }
 
 crumb_status crumb_tables_bytes(const crumb_layer* layer, size_t* bytes) {
-    return guard([&] { backend(CRUMB_CUDA).tables_bytes(need(layer, "layer"), need(bytes, "bytes")); });
+    return guard([&] { need(bytes, "bytes") = tables_bytes(need(layer, "layer")); });
 }
 
 crumb_status crumb_tables_write(const crumb_layer* layer, void* tables, size_t bytes) {
-    return guard([&] { backend(CRUMB_CUDA).tables_write(need(layer, "layer"), &need(static_cast<char*>(tables), "tables"), bytes); });
+    return guard([&] { tables_write(need(layer, "layer"), &need(static_cast<char*>(tables), "tables"), bytes); });
 }
 
 crumb_status crumb_workspace_bytes(const crumb_layer* layer, const crumb_step* step, size_t* bytes) {
@@ -183,6 +189,7 @@ crumb_status crumb_store(const crumb_layer* layer, const crumb_rows* rows, void*
         need(rows->v, "v");
         need(rows->blocks, "blocks");
         need(rows->slots, "slots");
+        if (rows->n_tokens < 0) fail("{} tokens to store: there must be 0 or more", rows->n_tokens);
         backend(rows->backend).store(need(layer, "layer"), *rows, stream);
     });
 }
@@ -191,6 +198,7 @@ crumb_status crumb_encode(const crumb_layer* layer, const crumb_encode_batch* ba
     return guard([&] {
         need(need(batch, "batch").jobs, "jobs");
         need(batch->counts, "counts");
+        if (batch->n_jobs < 0) fail("{} jobs: there must be 0 or more", batch->n_jobs);
         check(batch->threads);
         backend(batch->backend).encode(need(layer, "layer"), *batch, stream);
     });

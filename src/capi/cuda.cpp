@@ -247,15 +247,16 @@ EncodeArgs encode_args(const crumb_layer& layer, const crumb_encode_batch& batch
     return args;
 }
 
+size_t tables_bytes(const crumb_layer& layer) { return Image(layer, nullptr).bytes.size(); }
+
+void tables_write(const crumb_layer& layer, void* tables, size_t bytes) {
+    const Image image(layer, static_cast<std::byte*>(tables));
+    if (bytes < image.bytes.size()) fail("{} bytes for tables of {}", bytes, image.bytes.size());
+    require(cudaMemcpy(tables, image.bytes.data(), image.bytes.size(), cudaMemcpyHostToDevice), "tables");
+}
+
 const Backend* cuda_backend() {
     static const Backend backend = {
-        .tables_bytes = [](const crumb_layer& layer, size_t& bytes) { bytes = Image(layer, nullptr).bytes.size(); },
-        .tables_write =
-            [](const crumb_layer& layer, void* tables, size_t bytes) {
-                const Image image(layer, static_cast<std::byte*>(tables));
-                if (bytes < image.bytes.size()) fail("{} bytes for tables of {}", bytes, image.bytes.size());
-                require(cudaMemcpy(tables, image.bytes.data(), image.bytes.size(), cudaMemcpyHostToDevice), "tables");
-            },
         .workspace_bytes =
             [](const crumb_layer& layer, const crumb_step& step, size_t& bytes) {
                 bytes = step.rows_per_tile > kDecodeRows ? prefill_workspace(chunks_of(layer, step)).bytes

@@ -61,10 +61,11 @@ T& need(T* pointer, const char* what) {
     return *pointer;
 }
 
+// Counts of heads and channels that there can be.
+void check(const crumb_layer_shape& shape);
+
 // A backend: one table of functions each.
 struct Backend {
-    void (*tables_bytes)(const crumb_layer&, size_t& bytes);
-    void (*tables_write)(const crumb_layer&, void* tables, size_t bytes);
     void (*workspace_bytes)(const crumb_layer&, const crumb_step&, size_t& bytes);
     void (*plan)(const crumb_layer&, const crumb_step&, void* stream);
     void (*attend)(const crumb_layer&, const crumb_step&, const crumb_io&, void* stream);
@@ -76,6 +77,9 @@ struct Backend {
 
 extern const Backend cpu_backend;
 const Backend* cuda_backend();  // null in a build without it
+// Tables for a device, which CUDA alone has; in a build without it they throw Unsupported.
+size_t tables_bytes(const crumb_layer& layer);
+void tables_write(const crumb_layer& layer, void* tables, size_t bytes);
 
 const Backend& backend(crumb_backend which);
 

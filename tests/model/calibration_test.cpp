@@ -164,6 +164,24 @@ TEST(Calibration, SameInputsGiveTheSameArtefact) {
                 testing::ThrowsMessage<Error>(testing::HasSubstr("type --metric none, local or gradient")));
 }
 
+TEST(Calibration, ReadsBeginningsOfTextsInWholeCharacters) {
+    const auto file = std::filesystem::path(CRUMB_SCRATCH) / "characters.txt";
+    const auto beginning = [&](const std::string& text, size_t n_tokens) {
+        std::ofstream(file, std::ios::binary) << text;
+        return read_beginning(file, n_tokens);
+    };
+    std::string cjk;
+    for (int i = 0; i < 20; ++i) { cjk += "\u4f60"; }  // 3 bytes each
+    EXPECT_EQ(beginning(cjk, 2), cjk.substr(0, 15)) << "8 bytes a token, and no part of a character";
+    EXPECT_EQ(beginning(cjk, 3), cjk.substr(0, 24));
+    EXPECT_EQ(beginning(cjk, 100), cjk);
+    EXPECT_EQ(beginning("abcdefgh\u0434", 1), "abcdefgh");
+    EXPECT_EQ(beginning("abcdefghi", 1), "abcdefgh");
+    EXPECT_EQ(beginning("abcdefgh", 1), "abcdefgh");
+    std::filesystem::remove(file);
+    EXPECT_THAT([&] { read_beginning(file, 1); }, testing::ThrowsMessage<Error>(testing::HasSubstr("cannot read the text file")));
+}
+
 TEST(Calibration, RefusesTooLittleText) {
     quiet_log();
     CalibrationOptions o = options("refused.safetensors");

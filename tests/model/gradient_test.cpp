@@ -2,6 +2,7 @@
 // from a forward pass of its own, with dense attention that noise is really added in.
 #include "gradient.h"
 
+#include "calibrate/fingerprint.h"
 #include "fixture.h"
 #include "ggml.h"
 #include "gradient_rules.h"
@@ -266,23 +267,33 @@ TEST(Gradient, GoesOnFromItsCheckpointBitForBit) {
     EXPECT_EQ(metrics(model, windows, options(file)), whole);
     EXPECT_EQ(metrics(model, windows, options(file)), whole) << "nothing is left to do";
 
-    // as if it had been killed after the first window
-    GradientOptions o = options(file);
-    Identity identity;
-    {
-        std::ifstream in(file, std::ios::binary);
+    // as if it had been killed after the first window, or after the second: the sums are of one size
+    const GradientOptions o = options(file);
+    const auto identity_in = [](const std::filesystem::path& checkpoint) {
+        Identity identity;
+        std::ifstream in(checkpoint, std::ios::binary);
         std::string line;
         std::getline(in, line);
         for (int i = 0; i < 6; ++i) {
             std::getline(in, line);
             identity.emplace_back(line.substr(0, line.find(' ')), line.substr(line.find(' ') + 1));
         }
+        return identity;
+    };
+    const Identity identity = identity_in(file);
+    EXPECT_EQ(read_checkpoint(file, identity).windows, 3u);
+    const auto size = std::filesystem::file_size(file);
+    for (const size_t n : {1u, 2u}) {
+        const auto part = scratch("gradient.part");
+        std::filesystem::remove(part);
+        metrics(model, {windows.begin(), windows.begin() + n}, options(part));
+        const GradientSums done = read_checkpoint(part, identity_in(part));
+        EXPECT_EQ(done.windows, n);
+        write_checkpoint(file, identity, done);
+        EXPECT_TRUE(n == 1 || std::filesystem::file_size(file) == size);
+        EXPECT_EQ(metrics(model, windows, o), whole);
+        EXPECT_EQ(std::filesystem::file_size(file), size);
     }
-    auto done = read_checkpoint(file, identity);
-    ASSERT_EQ(done.size(), 3u);
-    done.resize(1);
-    write_checkpoint(file, identity, done);
-    EXPECT_EQ(metrics(model, windows, o), whole);
 
     const auto refused = [&](auto change, const char* text) {
         GradientOptions other = o;
@@ -300,7 +311,25 @@ TEST(Gradient, GoesOnFromItsCheckpointBitForBit) {
     std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
     EXPECT_THAT([&] { metrics(model, windows, o); },
                 testing::ThrowsMessage<Error>(testing::HasSubstr("is damaged")));
+    const auto with_digits = [](std::string text) {
+        Fingerprint f;
+        f.add(std::as_bytes(std::span(text)));
+        return text + f.hex();
+    };
+    std::ofstream(file, std::ios::binary) << with_digits("crumb gradient 1\nmodel 0123\n");
+    EXPECT_THAT([&] { metrics(model, windows, o); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr("is a checkpoint of format 1, and this program goes on from format 2: delete it")));
+    std::ofstream(file, std::ios::binary) << "weights";
+    EXPECT_THAT([&] { metrics(model, windows, o); }, testing::ThrowsMessage<Error>(testing::HasSubstr("exists and is not a checkpoint")));
     std::filesystem::remove(file);
+}
+
+TEST(Gradient, SaysBeforeTheWorkThatItsCheckpointCannotBeWritten) {
+    const ModelPtr model = tiny(kTinyLlama);
+    testing::internal::CaptureStderr();
+    EXPECT_THAT([&] { metrics(model, {random_tokens(200, 1)}, options(scratch("no/such.folder"))); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr("cannot write")));
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(Gradient, ClippingChangesShapesAndNotTraces) {

@@ -23,6 +23,13 @@ TEST(Refusal, NamesTheRemedy) {
     auto needless = kv("quarot:paper");
     needless.artefact = "/nonexistent/artefact.safetensors";
     EXPECT_THAT(refusal(model.get(), needless), testing::HasSubstr("needs no artefact"));
+    for (const KvOptions& options : {missing, needless}) {  // and what only asks for sizes, as crumb inspect does
+        EXPECT_THAT([&] { cache_geometry(*model, options, {.n_ctx = 512}); }, testing::ThrowsMessage<Error>(refusal(model.get(), options)));
+    }
+    auto damaged = kv("oscar");
+    damaged.artefact = std::filesystem::path(CRUMB_SCRATCH) / "damaged.safetensors";
+    std::ofstream(damaged.artefact) << "no artefact";
+    EXPECT_THAT([&] { cache_geometry(*model, damaged, {.n_ctx = 512}); }, testing::ThrowsMessage<Error>(testing::HasSubstr("not a usable artefact")));
     auto slow = kv("kivi32");
     EXPECT_THAT(refusal(model.get(), slow), testing::HasSubstr("--kv-allow-slow"));
     slow.allow_slow = true;

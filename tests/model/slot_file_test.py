@@ -44,6 +44,13 @@ class SlotFiles(unittest.TestCase):
             self.assertEqual(os.listdir(server.folder), ["good"])
             with open(server.path("good"), "rb") as f:
                 good = f.read()
+            for slot, why in ((1, "slot 1 holds no tokens"), (-1, "Invalid slot ID -1"), (-2, "Invalid slot ID -2")):
+                status, message = server.refusal(f"/slots/{slot}?action=save", {"filename": "good"})
+                self.assertEqual((status, why in message), (400, True), message)
+            with open(server.path("good"), "rb") as f:
+                self.assertEqual(f.read(), good)
+            for action in ("restore", "erase"):
+                self.assertEqual(server.refusal(f"/slots/-1?action={action}", {"filename": "good"})[0], 400)
             n_tokens = struct.unpack_from("<I", good, 8)[0]
 
             def flipped(at):

@@ -250,6 +250,12 @@ SERVER_LIMIT = """\
 SERVER_SAVE = """\
                     const std::string filepath_whole = filepath;
                     if (g_kv_memory) {
+                        if (slot->prompt.n_tokens() == 0) {
+                            send_error(task, "Unable to save slot: slot " + std::to_string(slot->id) + " holds no tokens, and a file of none would replace '" + filename +
+                                       "': send a request with \\"id_slot\\": " + std::to_string(slot->id) + " first, or save another slot",
+                                       ERROR_TYPE_INVALID_REQUEST);
+                            break;
+                        }
                         // what is being written has this name: a file of it would be lost when another is saved
                         if (filename.size() >= 5 && filename.compare(filename.size() - 5, 5, ".part") == 0) {
                             send_error(task, "Unable to save slot: '" + filename + "' ends in .part, as files that are being written do: give another name",
@@ -258,6 +264,14 @@ SERVER_SAVE = """\
                         }
                         filepath += ".part";
                     }
+
+"""
+
+SERVER_SLOT_NUMBER = """\
+        if (id_slot < 0) {
+            res->error(format_error_response("Invalid slot ID " + id_slot_str + ": slots are numbered from 0", ERROR_TYPE_INVALID_REQUEST));
+            return res;
+        }
 
 """
 
@@ -313,6 +327,7 @@ HOOKS = [
     Hook("waiting, cancelled", SERVER_CPP, "behind", r"^ *case SERVER_TASK_TYPE_CANCEL:\n *\{\n", SERVER_CANCEL),
     Hook("waiting, counted", SERVER_CPP, "behind", r"^ *res->n_tasks_deferred *= [^\n]*\n", SERVER_WAITING),
     Hook("admission", SERVER_CPP, "before", r"^                    if \(task\.is_parent\(\)\) \{\n", SERVER_ADMIT),
+    Hook("slot number", SERVER_CPP, "before", r"^        std::string action = req\.get_param\(\"action\"\);\n", SERVER_SLOT_NUMBER),
     Hook("slot file, begun", SERVER_CPP, "before", r"^ *GGML_ASSERT\(packed\.size\(\) % sizeof\(llama_token\) == 0\);\n", SERVER_SAVE),
     Hook("slot file, whole", SERVER_CPP, "before", r"^ *if \(nwrite == 0\) \{\n", SERVER_SAVED),
     Hook("slot file, of its tokens", SERVER_CPP, "behind", r"^ *packed\.resize\(std::max<size_t>\(1, n_packed\)\);\n", SERVER_RESTORE),

@@ -33,15 +33,16 @@ bool has_avx_vnni() {
     return has;
 }
 
-// Linux gives the registers of tiles to processes that ask, once, for all their threads. Machines that hide AMX, and
-// kernels that do not know it, refuse.
+bool has_amx() {
+    const uint32_t bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, all = bf16 | tile | int8, avx512_bf16 = 1u << 5;
+    static const bool has = (leaf_7(0).d & all) == all && (leaf_7(1).a & avx512_bf16) != 0;
+    return has;
+}
+
+// Linux gives the registers of tiles to processes that ask, once, for all their threads. Kernels that do not know them refuse.
 bool has_tiles() {
-    static const bool has = [] {
-        const uint32_t bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, all = bf16 | tile | int8, avx512_bf16 = 1u << 5;
-        constexpr int kRequestPermission = 0x1023, kTileData = 18;
-        return (leaf_7(0).d & all) == all && (leaf_7(1).a & avx512_bf16) != 0 &&
-               syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    }();
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool has = has_amx() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return has;
 }
 #endif
@@ -88,6 +89,14 @@ bool supported(Isa isa) {
         default:
             return false;
     }
+}
+
+bool tiles_refused() {
+#if defined(__x86_64__)
+    return supported(Isa::avx512) && has_amx() && !has_tiles();
+#else
+    return false;
+#endif
 }
 
 Isa best_isa() {
