@@ -139,8 +139,8 @@ void print_plan(const std::vector<std::vector<llama_token>>& windows, size_t n_t
     if (longest < size_t(o.window)) {
         const bool split = n_texts * size_t(o.window) > size_t(o.tokens);
         std::fprintf(stderr, "warning: windows are shorter than the %d tokens of -c: %s\n", o.window,
-                     split ? fmt::format("--tokens {} is divided among {} texts; --tokens {} gives each a whole window", o.tokens, n_texts,
-                                         n_texts * size_t(o.window)).c_str()
+                     split ? fmt::format("--tokens {} are divided among {}; {} give each text a whole one", o.tokens,
+                                         n_texts == 1 ? "one text" : fmt::format("{} texts", n_texts), n_texts * size_t(o.window)).c_str()
                            : "no text is that long");
     }
 }
