@@ -135,7 +135,7 @@ void print_plan(const std::vector<std::vector<llama_token>>& windows, size_t n_t
     std::fprintf(stderr, "reading %zu window%s of %s%zu tokens from %zu text%s; %llu tokens count (not the first %d of a window); metric %s%s\n", windows.size(),
                  windows.size() == 1 ? "" : "s", windows.size() == 1 ? "" : "up to ", longest, n_texts, n_texts == 1 ? "" : "s",
                  static_cast<unsigned long long>(used), o.skip, o.metric.c_str(),
-                 o.metric == "gradient" ? ": half an hour for a model of 135M, hours for larger ones (--metric none: minutes)" : "");
+                 o.metric == "gradient" ? ": 32,768 tokens take half an hour with a model of 135M, hours with larger ones (--metric none: minutes)" : "");
     if (longest < size_t(o.window)) {
         const bool split = n_texts * size_t(o.window) > size_t(o.tokens);
         std::fprintf(stderr, "warning: windows are shorter than the %d tokens of -c: %s\n", o.window,
