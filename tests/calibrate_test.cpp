@@ -373,8 +373,13 @@ TEST(Fit, GivesMeansAndRefusesNonsense) {
                   fit(moments, {Target::sst, Target::sst}, {});
               }).find("K takes qqt or ktk"),
               std::string::npos);
-    EXPECT_NE(error_of([&] { find_target("qqq"); }).find("choose one of qqt, ktk, sst, sst_true, vtv"),
-              std::string::npos);
+    for (const char* other : {"qqq", "sst"}) {  // each side has its own
+        EXPECT_NE(error_of([&] { find_key_target(other); }).find("choose one of qqt, ktk"), std::string::npos);
+        EXPECT_EQ(error_of([&] { find_key_target(other); }).find("vtv"), std::string::npos);
+    }
+    EXPECT_TRUE(error_of([&] { find_value_target("qqt"); }).ends_with("choose one of sst, sst_true, vtv"));
+    EXPECT_EQ(find_key_target("ktk"), Target::ktk);
+    EXPECT_EQ(find_value_target("vtv"), Target::vtv);
     EXPECT_EQ(find_composition("r_h_pbr"), Composition::r_h_pbr);
     EXPECT_EQ(describe(RotationMethod{}), "K qqt and V sst_true, r_h_pbr, per layer");
     a.q[17] = NAN;

@@ -39,7 +39,10 @@ class Refusals(unittest.TestCase):
                 self.refused(1, f"{flag} is of --metric gradient, and this is --metric {metric}",
                              arguments=["calibrate", "-m", "model.gguf", "--metric", metric, flag, value])
         self.refused(2, "--tokens: Value -5", arguments=["calibrate", "-m", "model.gguf", "--tokens", "-5"])
-        self.refused(2, "--first: Value -1 not in range 0 to 4194304\n", arguments=["eval", "-m", "m", "--kv", "had2", "--first", "-1"])
+        self.refused(2, "--first: Value -1 not in range 0 to 4194304;", arguments=["eval", "-m", "m", "--kv", "had2", "--first", "-1"])
+        for flag, wrong, names in (("--k-target", "sst", "qqt, ktk"), ("--v-target", "qqt", "sst, sst_true, vtv"), ("--composition", "x", "r_h_pbr")):
+            self.refused(1, f"'{wrong}'; choose one of {names}", arguments=["calibrate", "-m", "model.gguf", "-f", "text.txt", flag, wrong])
+        self.refused(2, "crumb calibrate: error: --model is required; crumb calibrate --help", arguments=["calibrate"])
         self.refused(1, "no KV recipe 'nope'", "oscar", arguments=[*model, "--kv", "nope"])
         self.refused(1, "--kv needs a value", arguments=[*model, "--kv"])
         self.refused(1, "without --kv RECIPE", arguments=[*model, "--kv-sink", "4"])
@@ -179,7 +182,7 @@ class Refusals(unittest.TestCase):
     def test_depths_lie_beyond_what_is_timed_before_them(self):
         model = self.folder / "model.gguf"
         model.write_bytes(b"GGUF and weights")
-        self.refused(1, "cannot be 16", "from 1576 on", arguments=["depth-bench", "-m", model, "-d", "0,16"])
+        self.refused(1, "cannot be 16", "from 1576 on", "-p 0: no prompts", arguments=["depth-bench", "-m", model, "-d", "0,16"])
         self.refused(1, "4096 sequences of", "lower -s", arguments=["depth-bench", "-m", model, "-d", "16000000", "-s", "4096"])
 
     def test_an_environment_that_says_off_is_no_contradiction(self):

@@ -132,6 +132,11 @@ TEST(Recipes, ErrorsSayWhatToType) {
     EXPECT_NE(error_of([&] { tables_of(oscar, 5, 2, 64, 64, &artefact); }).find("layer 5"), std::string::npos);
     EXPECT_NE(error_of([&] { tables_of(oscar, 0, 2, 64, 128, &artefact); }).find("128"), std::string::npos);
     EXPECT_NE(error_of([&] { tables_of(oscar, 0, 8, 64, 64, &artefact); }).find("8"), std::string::npos);
+    EXPECT_EQ(missing.find("kivi"), std::string::npos);  // offers what attention reads in place alone
+    Artefact imported = artefact;
+    imported.layers[0].k_mean = {};
+    EXPECT_NE(error_of([&] { tables_of(oscar, 0, 2, 64, 64, &imported); }).find("Take oscar:paper, or make"), std::string::npos);
+    EXPECT_EQ(error_of([&] { tables_of(find_recipe("oscar:paper"), 0, 2, 64, 64, &imported); }), "");
     artefact.layers[0].v_rotation = {};
     EXPECT_NE(error_of([&] { tables_of(oscar, 0, 2, 64, 64, &artefact); }).find("value rotation"),
               std::string::npos);

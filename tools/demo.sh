@@ -25,7 +25,7 @@ artefact=$cache/artefacts/$(basename "$model" .gguf).crumb.safetensors
 if ! "$crumb" inspect --artifact "$artefact" 2>/dev/null | grep 'planes:' >/dev/null; then
     echo "demo: calibrating $(basename "$model") on $tokens tokens of prose, technical text and code (once)" >&2
     mkdir -p "$(dirname "$artefact")"
-    # without a gradient, to keep the first run at a few minutes: planes is about half as good then
+    # without a gradient, to keep the first run short
     "$crumb" calibrate -m "$model" -o "$artefact" --tokens "$tokens" --metric none \
         -f "$text/calibration/docs.txt" -f "$text/calibration/prose.txt" -f "$text/calibration/code.txt"
 fi
@@ -34,6 +34,10 @@ fi
     -p "Question: according to the text above, what does it mean when a recv returns 0 bytes? Answer in one sentence." -n 64
 
 cat >&2 <<END
+
+This artefact is of --metric none: planes has 1.5 to 2.5 times the divergence that it has with the default,
+which takes half an hour (SmolLM2) to hours (Qwen):
+    $crumb calibrate -m $model -o $artefact
 
 Chat with it:
     $crumb chat -m $model --kv planes --kv-artifact $artefact -c 8192

@@ -227,7 +227,7 @@ int attn_bench(int argc, char** argv) {
     if (o.model.empty()) { require_memory(shape, tokens); }
     const Rows rows = o.model.empty() ? random_rows(shape, tokens) : record_rows(o.model, o.text, o.layer, tokens, o.threads);
     const double read = read_roof(o.threads), dot = dot_roof(isa);
-    std::printf("%s, %s, %d rows, %d threads, %d rounds; roofs: read %.1f GB/s, %s dot products %.0f G multiply-adds/s a thread\n\n"
+    std::printf("%s, %s, rows %d, threads %d, rounds %d; roofs: read %.1f GB/s, %s dot products %.0f G multiply-adds/s a thread\n\n"
                 "| context | candidate              | us a layer |    GB/s | x ours  |\n|---|---|---|---|---|\n",
                 rows.shape.name().c_str(), o.model.empty() ? "random rows" : "recorded rows", o.rows, o.threads, o.rounds, read * 1e-9, name(isa), dot * 1e-9);
     std::vector<Cell> cells;

@@ -20,7 +20,7 @@ int calibrate(int argc, char** argv) {
     app.add_option("-m,--model", o.model, "GGUF model")->required();
     app.add_option("-f,--file", o.texts, "texts to read, several domains if you can: prose, technical, code, chat, your own "
                                        "(default: what tools/fetch.py text fetched)");
-    app.add_flag("!--no-chat", o.chat, "leave out the chats that are made of the first text with the model's chat template");
+    app.add_flag_callback("--no-chat", [&] { o.chat = false; }, "leave out the chats that are made of the first text with the model's chat template");
     app.add_option("-o,--output", o.output, "artefact (default: MODEL.crumb.safetensors beside the model, where --kv looks for it)");
     app.add_option("--tokens", o.tokens, "tokens to read, of all texts together")->capture_default_str()->check(CLI::Range(1, 1 << 30));
     app.add_option("-c,--ctx-size", o.window, "tokens of a window; each begins a new sequence")->capture_default_str()->check(CLI::Range(128, 1 << 20));
@@ -46,8 +46,8 @@ int calibrate(int argc, char** argv) {
         }
     }
     if (o.texts.empty()) { o.texts = fetched_texts("calibration"); }
-    o.method.k = find_target(k_target);
-    o.method.v = find_target(v_target);
+    o.method.k = find_key_target(k_target);
+    o.method.v = find_value_target(v_target);
     o.method.composition = find_composition(composition);
 
     const auto path = o.output.empty() ? llama::default_artefact(o.model) : o.output;

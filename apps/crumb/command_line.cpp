@@ -25,8 +25,11 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments) {
         std::fprintf(stderr, "%s: error: unknown or too many:%s; %s --help lists what there is\n", app.get_name().c_str(), extras.c_str(),
                      app.get_name().c_str());
         return kUsageError;
+    } catch (const CLI::Success& e) {  // --help
+        return app.exit(e);
     } catch (const CLI::ParseError& e) {
-        return app.exit(e) == 0 ? 0 : kUsageError;
+        std::fprintf(stderr, "%s: error: %s; %s --help says more\n", app.get_name().c_str(), e.what(), app.get_name().c_str());
+        return kUsageError;
     }
 }
 

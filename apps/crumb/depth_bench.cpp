@@ -35,8 +35,8 @@ int timed(const Options& o) { return kWarmSteps + o.generated + (o.prompt > 0 ? 
 void require_room_between_depths(const Options& o) {
     for (size_t i = 1; i < o.depths.size(); ++i) {
         if (o.depths[i] - o.depths[i - 1] < timed(o)) {
-            fail("what is timed behind {} tokens takes {} more, so the next depth cannot be {}: take one from {} on, or fewer tokens with -n, -p, -r",
-                 o.depths[i - 1], timed(o), o.depths[i], o.depths[i - 1] + timed(o));
+            fail("what is timed behind {} tokens takes {} more, so the next depth cannot be {}: take one from {} on, or fewer tokens with -n, -p, -r{}",
+                 o.depths[i - 1], timed(o), o.depths[i], o.depths[i - 1] + timed(o), o.prompt > 0 ? " (-p 0: no prompts)" : "");
         }
     }
 }

@@ -171,7 +171,7 @@ void Evaluation::describe_setting() {
                                 o_.first ? std::to_string(*o_.first) : "512 (half of shorter windows)", windows_text(),
                                 o_.prefill == PrefillRule::exact ? "exact" : "position", o_.kv_offload ? "on the GPU" : o_.attention));
     lines.push_back("16 bit, q8_0, q4_0: llama.cpp's own caches; ±: one standard error, bootstrap over blocks of " + std::to_string(kBlockPositions) + " positions");
-    lines.push_back(fmt::format("speed: {} threads, ubatch {}, {}; pp over whole windows with all logits, tg of {} tokens after them", threads_, o_.ubatch,
+    lines.push_back(fmt::format("speed: {} thread{}, ubatch {}, {}; pp over whole windows with all logits, tg of {} tokens after them", threads_, threads_ == 1 ? "" : "s", o_.ubatch,
                                 processor_, kTimedTokens - 1));
     lines.push_back(fmt::format("model hash {}, crumb {}", identity_.hash, program_));
     if (artefact_) {

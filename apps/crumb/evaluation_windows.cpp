@@ -37,7 +37,7 @@ void Evaluation::measure_windows(int context, const std::vector<Text>& texts, st
     size_t bytes = base;
     const auto flush = [&] {
         if (!group.empty()) {
-            std::fprintf(stderr, "%d tokens: 16 bit and %zu variants side by side, about %zu MiB\n", context, group.size(), bytes >> 20);
+            std::fprintf(stderr, "%d tokens: 16 bit and %zu variant%s side by side, about %zu MiB\n", context, group.size(), group.size() == 1 ? "" : "s", bytes >> 20);
             measure_group(context, texts, group);
         }
         group.clear();

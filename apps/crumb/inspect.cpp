@@ -85,6 +85,9 @@ struct Use {
     std::vector<llama::FormCost> forms;  // of sliding windows
     size_t exact = 0;                    // of --kv-verify
     CacheBytes bytes = cache_bytes(config);
+
+    // What 16 bit takes.
+    double times() const { return double(bytes.bf16_equivalent) / double(bytes.total()); }
 };
 
 Use use_of(const llama_model& model, std::string name, const llama::KvOptions& kv, const llama::ContextRequest& request) {
@@ -149,11 +152,16 @@ void print_cost(const std::vector<Use>& uses, int threads) {
          config.recipe.slow() ? "at most; decoded pages, some MiB, are not counted" : "at most");
     if (uses.front().exact > 0) { size("for --kv-verify", [](const Use& use) { return use.exact; }, "exact K and V"); }
     size("16-bit KV", [](const Use& use) { return use.bytes.bf16_equivalent; });
-    line("times as much", [](const Use& use) { return double(use.bytes.bf16_equivalent) / double(use.bytes.total()); }, "{:.2f}");
+    line("16 bit takes, times as much", [](const Use& use) { return use.times(); }, "{:.2f}");
     line("bits an element", [](const Use& use) { return use.bytes.effective_bits; }, "{:.3f}",
          fmt::format("windows included; pages alone {:.3f}", uses.front().bytes.bits_per_element).c_str());
     for (const Use& use : uses) {
         if (sliding_form(use.config)) { std::printf("  %s: %s\n", use.name.c_str(), llama::describe_sliding(use.config, use.forms).c_str()); }
+        if (config.recipe.coded() && use.times() < 1) {
+            std::printf("  %s: 16 bit would be smaller, for every request has exact windows. What helps:%s%s a larger -c\n",
+                        use.name.c_str(), use.config.n_sequences > 1 ? " -np 1 (fewer requests at once)," : "",
+                        sliding_form(use.config) == SlidingForm::bf16 ? " --kv-sliding q8 (8 bits)," : "");
+        }
     }
 }
 

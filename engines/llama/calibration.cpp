@@ -55,6 +55,7 @@ std::string as_chats(const llama_model* model, const std::string& text) {
     return chats;
 }
 
+// `chat`: whether there are chats, one more text.
 TextWindows windows_of(const llama_model* model, const CalibrationOptions& o, bool& chat) {
     const auto* vocab = llama_model_get_vocab(model);
     std::vector<std::vector<llama_token>> texts;
@@ -99,13 +100,29 @@ void require_enough(uint64_t used, size_t read, const CalibrationOptions& o) {
     if (used >= kFewTokens) {
         return;
     }
-    const auto text = fmt::format("{} tokens of {} text(s), of which {} count (the first {} of each window do not)",
-                                  read, o.texts.size(), used, o.skip);
+    // Windows end where no more than the skipped tokens of one are left of --tokens, or where the texts end.
+    const auto remedy = size_t(o.tokens) > read + size_t(o.skip) ? "longer texts, or more of them" : "a larger --tokens";
+    const auto text = fmt::format("{}, of {} that are read (the first {} of each window do not count)", used, read, o.skip);
     if (used < kLeastTokens) {
-        fail("calibration needs at least {} tokens and has {}: give {}", kLeastTokens, text,
-             read < size_t(o.tokens) ? "longer texts, or more of them" : "a larger --tokens");
+        fail("calibration needs at least {} tokens that count and has {}: give {}", kLeastTokens, text, remedy);
     }
-    std::fprintf(stderr, "warning: calibration has only %s; %d or more are better\n", text.c_str(), kFewTokens);
+    std::fprintf(stderr, "warning: calibration has few tokens that count: %s. %d or more are better: give %s\n", text.c_str(), kFewTokens, remedy);
+}
+
+// What will be read, and why windows are shorter than was asked for.
+void print_plan(const std::vector<std::vector<llama_token>>& windows, size_t n_texts, uint64_t used, const CalibrationOptions& o) {
+    const size_t longest = std::ranges::max(windows, {}, &std::vector<llama_token>::size).size();
+    std::fprintf(stderr, "reading %zu window%s of %s%zu tokens from %zu text%s; %llu tokens count (not the first %d of a window); metric %s%s\n", windows.size(),
+                 windows.size() == 1 ? "" : "s", windows.size() == 1 ? "" : "up to ", longest, n_texts, n_texts == 1 ? "" : "s",
+                 static_cast<unsigned long long>(used), o.skip, o.metric.c_str(),
+                 o.metric == "gradient" ? ": 32,768 tokens take half an hour with a model of 135M, hours with larger ones (--metric none: minutes)" : "");
+    if (longest < size_t(o.window)) {
+        const bool split = n_texts * size_t(o.window) > size_t(o.tokens);
+        std::fprintf(stderr, "warning: windows are shorter than the %d tokens of -c: %s\n", o.window,
+                     split ? fmt::format("--tokens {} are divided among {}; {} give each text a whole one", o.tokens,
+                                         n_texts == 1 ? "one text" : fmt::format("{} texts", n_texts), n_texts * size_t(o.window)).c_str()
+                           : "no text is that long");
+    }
 }
 
 // Layers that a cache codes.
@@ -152,6 +169,7 @@ Artefact calibrate(const CalibrationOptions& o) {
     provenance.text_hash = tokens.hex();
     provenance.tokens = read - windows.size() * size_t(o.skip);
     require_enough(provenance.tokens, read, o);
+    print_plan(windows, o.texts.size() + size_t(chat), provenance.tokens, o);
     for (const auto& file : o.texts) {
         provenance.texts += (provenance.texts.empty() ? "" : ", ") + file.filename().string();
     }

@@ -182,8 +182,9 @@ std::string_view name(Target target);
 std::string_view name(Composition composition);
 std::string describe(const RotationMethod& method);  // what Provenance::method says
 
-// Throw Error that lists the names when there is none of this name.
-Target find_target(std::string_view name);
+// Throw Error that lists the names when there is none of this name: K's targets are qqt and ktk, V's sst, sst_true and vtv.
+Target find_key_target(std::string_view name);
+Target find_value_target(std::string_view name);
 Composition find_composition(std::string_view name);
 
 // perm[j] = d - 1 - br(j), br the reversal of log2(d) bits; d - 1 - j where d is no power of two. (X P)[:, j] =

@@ -49,10 +49,14 @@ constexpr std::array<CompositionName, 6> kCompositions = {{
 const TargetName& row(Target target) { return kTargets[size_t(target)]; }
 const CompositionName& row(Composition composition) { return kCompositions[size_t(composition)]; }
 
+// Of the entries that `among` takes.
 template <class Table>
-auto find(const Table& table, std::string_view name, const char* what) {
+auto find(const Table& table, std::string_view name, const char* what, auto among) {
     std::string list;
     for (const auto& entry : table) {
+        if (!among(entry)) {
+            continue;
+        }
         if (entry.name == name) {
             return entry;
         }
@@ -88,8 +92,15 @@ Matrices rotations(const std::vector<HeadMoments>& heads, Target target, const R
 
 std::string_view name(Target target) { return row(target).name; }
 std::string_view name(Composition composition) { return row(composition).name; }
-Target find_target(std::string_view name) { return find(kTargets, name, "calibration target").target; }
-Composition find_composition(std::string_view name) { return find(kCompositions, name, "composition").composition; }
+Target find_key_target(std::string_view name) {
+    return find(kTargets, name, "calibration target of K", [](const auto& t) { return t.of_keys; }).target;
+}
+Target find_value_target(std::string_view name) {
+    return find(kTargets, name, "calibration target of V", [](const auto& t) { return !t.of_keys; }).target;
+}
+Composition find_composition(std::string_view name) {
+    return find(kCompositions, name, "composition", [](const auto&) { return true; }).composition;
+}
 
 std::string describe(const RotationMethod& method) {
     return fmt::format("K {} and V {}, {}, per {}", name(method.k), name(method.v), name(method.composition),

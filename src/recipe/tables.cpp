@@ -44,6 +44,16 @@ std::vector<float> signed_hadamard(int dim) {
     return matrix;
 }
 
+// Key means that are not there: official files have none.
+[[noreturn]] void fail_without_means(const Recipe& recipe, int layer) {
+    const auto paper = fmt::format("{}:paper", recipe.name.substr(0, recipe.name.find(':')));
+    const bool there = std::ranges::find(recipes(), paper, &Recipe::name) != recipes().end();
+    fail(
+        "recipe '{}' removes the mean of the keys, and the artefact has none for layer {} (imported rotations have none). "
+        "{}make an artefact with: crumb calibrate -m MODEL.gguf -o ARTEFACT.safetensors",
+        recipe.name, layer, there ? fmt::format("Take {}, or ", paper) : "");
+}
+
 // The matrix of one head, which must be there and fit the model.
 std::span<const float> head_of(const Matrices& matrices, const char* what, int layer, int head, int n_head_kv,
                                int dim) {
@@ -166,13 +176,13 @@ SideTables side_tables(const SideRecipe& recipe, const SideFormat& format, std::
 [[noreturn]] void fail_without_artefact(const Recipe& recipe) {
     std::string others;
     for (const Recipe& other : recipes()) {
-        if (other.coded() && !other.needs_artefact()) {
+        if (other.coded() && !other.needs_artefact() && !other.slow()) {
             others.append(others.empty() ? "" : ", ").append(other.name);
         }
     }
     fail(
-        "KV recipe '{}' needs a calibration artefact. Make one with: crumb calibrate -m MODEL.gguf -o "
-        "ARTEFACT.safetensors, then pass --kv-artifact ARTEFACT.safetensors; or take a recipe that needs none: {}",
+        "KV recipe '{}' needs a calibration artefact, and none was given. Make one with crumb_kv.calibrate() or crumb "
+        "calibrate -m MODEL.gguf and give its file (in Python: artefact=FILE); or take a recipe that needs none: {}",
         recipe.name, others);
 }
 
@@ -242,6 +252,9 @@ std::vector<HeadTables> layer_tables(const Recipe& recipe, int layer, int n_head
     for (int head = 0; head < n_head_kv; ++head) {
         std::span<const float> k_mean, k_rotation, v_rotation;
         if (recipe.k.centre == Centre::key_mean) {
+            if (!learned.k_mean.present()) {
+                fail_without_means(recipe, layer);
+            }
             k_mean = head_of(learned.k_mean, "key means", layer, head, n_head_kv, dim_k);
         }
         if (recipe.k.map == Map::rotation) {
