@@ -11,7 +11,7 @@
 
 #include "calibrate/artefact_file.h"
 #include "calibrate/fingerprint.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 #include "files.h"
 
 namespace crumb {

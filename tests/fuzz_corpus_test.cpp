@@ -8,7 +8,7 @@
 
 #include "../fuzz/state.h"
 #include "../fuzz/targets.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 namespace crumb {
 namespace {

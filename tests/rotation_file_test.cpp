@@ -12,7 +12,7 @@
 #include <filesystem>
 
 #include "calibrate/pickle.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 #include "files.h"
 
 namespace crumb {

@@ -1,5 +1,5 @@
 // Files that appear whole or not at all, and replace nothing but their own kind.
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 #include <crumb/error.h>
 #include <gtest/gtest.h>

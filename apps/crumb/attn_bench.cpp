@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 #include "calibration.h"
 #include "command_line.h"
 #include "commands.h"

@@ -5,7 +5,7 @@
 #include "evaluation.h"
 #include "texts.h"
 
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 #include "eval/report.h"
 
 #include <crumb/error.h>

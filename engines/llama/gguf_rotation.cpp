@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "calibrate/artefact_fields.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 #include "ggml.h"
 #include "gguf_file.h"
 #include "model_identity.h"

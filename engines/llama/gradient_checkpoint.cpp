@@ -8,7 +8,7 @@
 #include <span>
 
 #include "calibrate/fingerprint.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 namespace crumb::llama {
 

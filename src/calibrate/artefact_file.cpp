@@ -15,7 +15,7 @@
 #include "base/json_text.h"
 #include "calibrate/artefact_fields.h"
 #include "calibrate/fingerprint.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 namespace crumb {
 

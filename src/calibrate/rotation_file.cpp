@@ -7,7 +7,7 @@
 #include <charconv>
 
 #include "calibrate/torch_archive.h"
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 namespace crumb {
 

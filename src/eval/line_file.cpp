@@ -1,6 +1,6 @@
 #include "eval/line_file.h"
 
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 #include <crumb/error.h>
 #include <fcntl.h>

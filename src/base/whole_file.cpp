@@ -1,4 +1,4 @@
-#include "calibrate/whole_file.h"
+#include "base/whole_file.h"
 
 #include <crumb/error.h>
 #include <fcntl.h>
