@@ -65,7 +65,7 @@ class Refusals(unittest.TestCase):
         link.symlink_to("text.txt")
         command = ["eval", "-m", "m.gguf", "-f", text]
         for flags, error in ((["--kv", "had2,saw4,had2"], "--kv names had2 twice"), (["--kv", "had2", "-c", "512,512"], "-c names 512 twice"),
-                             (["--kv", "had2", "--probes", "single,single"], "--probes names single twice"),
+                             (["--kv", "had2", "--retrieval", "--probes", "single,single"], "--probes names single twice"),
                              (["--kv", "had2", "--layers", "1,1"], "--layers names 1 twice"), (["--kv", "had2", "-f", link], f"-f names {text} twice")):
             self.refused(1, error, arguments=[*command, *flags])
         self.refused(1, f"-f names {text} twice", arguments=["calibrate", "-m", "m.gguf", "-f", text, "-f", link])

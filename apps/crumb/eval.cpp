@@ -35,9 +35,11 @@ std::optional<std::vector<int>> layers_of(const std::vector<std::string>& names)
 
 void list_recipes() {
     for (const auto& recipe : recipes()) {
-        std::printf("%-16.*s %s %.*s\n", int(recipe.name.size()), recipe.name.data(), recipe.needs_artefact() ? "artefact " : "         ",
+        std::printf("%-16.*s %-9s %-5s %.*s\n", int(recipe.name.size()), recipe.name.data(), recipe.needs_artefact() ? "artefact" : "", recipe.slow() ? "slow" : "",
                     int(recipe.summary.size()), recipe.summary.data());
     }
+    for (const auto& stock : kStocks) { std::printf("%-32s llama.cpp's own cache\n", stock.name); }
+    std::printf("artefact: wants what crumb calibrate writes; slow: attention has to decode it, --kv-allow-slow runs it\n");
 }
 
 }  // namespace
@@ -60,10 +62,10 @@ int eval(int argc, char** argv) {
     app.add_option("--layers", layers, "what these layers cost alone: numbers, or all; with --ablate K and V apart")
         ->delimiter(',');
     app.add_flag("--ablate", o.ablate, "K alone, V alone, and each recipe without each of its stages and windows");
-    app.add_flag("--retrieval", o.retrieval, "probes: facts hidden in prose, by depth, at each context");
-    app.add_option("--probes", probes, "single, multi-key, multi-value, tracing (all)")->delimiter(',');
-    app.add_option("--haystacks", o.haystacks, "haystacks of each probe and context")->capture_default_str()->check(CLI::Range(1, 1000));
-    app.add_option("--haystack", o.haystack, "text that hides the facts (default: the fetched prose)");
+    CLI::Option* const retrieval = app.add_flag("--retrieval", o.retrieval, "probes: facts hidden in prose, by depth, at each context");
+    app.add_option("--probes", probes, "single, multi-key, multi-value, tracing (all)")->delimiter(',')->needs(retrieval);
+    app.add_option("--haystacks", o.haystacks, "haystacks of each probe and context")->capture_default_str()->check(CLI::Range(1, 1000))->needs(retrieval);
+    app.add_option("--haystack", o.haystack, "text that hides the facts (default: the fetched prose)")->needs(retrieval);
     app.add_option("--generate", o.generate, "tokens of greedy text to compare, 500 or more say something")->check(CLI::Range(1, 1 << 20));
     app.add_option("--kv-artifact", o.artefact, "artefact (default: beside the model)");
     app.add_option("--kv-sink", o.sink, "first tokens that stay 16 bit")->check(CLI::Range(0, 1 << 20));

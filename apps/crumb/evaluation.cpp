@@ -12,12 +12,7 @@ namespace crumb::app {
 
 namespace {
 
-// llama.cpp's own caches of fewer bits that have a name here.
-struct Stock {
-    const char* name;
-    ggml_type type;
-};
-constexpr Stock kStocks[] = {{"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}};
+constexpr int kFewBlocks = 8;  // of a text: a bootstrap over fewer says little
 
 std::string processor() {
     std::ifstream in("/proc/cpuinfo");
@@ -129,6 +124,14 @@ int Evaluation::reading_positions(const Variant& variant, int context) const {
 void Evaluation::require_codes() {
     for (const int context : o_.contexts) {
         if (o_.generate >= context) { fail("--generate {} at -c {} leaves no prompt: take a larger -c, or generate less", o_.generate, context); }
+        if (const int trained = llama_model_n_ctx_train(model_.get()); context > trained) {
+            verdict_.notes.push_back(fmt::format("{} tokens are more than the {} that the model was trained for: its own answers may mean little there", context, trained));
+        }
+        constexpr int kBlock = int(kBlockPositions);
+        if (const int blocks = (o_.windows * (context - 1 - first(context)) + kBlock - 1) / kBlock; blocks < kFewBlocks) {
+            verdict_.notes.push_back(fmt::format("at {} the ± of a text is of {} block{} of {} positions: below {} it may be far off, give more --windows or a larger -c", context,
+                                                 blocks, blocks == 1 ? "" : "s", kBlock, kFewBlocks));
+        }
         std::map<int, std::vector<std::string>> few;  // by positions that read
         for (const auto& variant : variants_) {
             if (!variant.kv) { continue; }

@@ -5,12 +5,21 @@
 
 #include "eval/verdict.h"
 
+#include <ggml.h>
+
 #include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace crumb::app {
+
+// llama.cpp's own caches of fewer bits that have a name here.
+struct Stock {
+    const char* name;
+    ggml_type type;
+};
+inline constexpr Stock kStocks[] = {{"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}};
 
 struct EvaluationOptions {
     std::filesystem::path model, artefact, results, haystack;

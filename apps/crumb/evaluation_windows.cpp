@@ -31,18 +31,13 @@ std::vector<Text> Evaluation::read_texts(int context) const {
 
 // Recipes that lack a window run beside 16 bit, as many together as --memory holds.
 void Evaluation::measure_windows(int context, const std::vector<Text>& texts, std::span<const Variant> variants) {
-    std::vector<Variant> group;
+    struct Group {
+        std::vector<Variant> variants;
+        size_t bytes;
+    };
+    std::vector<Group> groups;
     const size_t budget = o_.memory << 20, overhead = context_bytes(model_.get(), o_.ubatch);
     const size_t base = cost(base_, context).bytes + overhead;
-    size_t bytes = base;
-    const auto flush = [&] {
-        if (!group.empty()) {
-            std::fprintf(stderr, "%d tokens: 16 bit and %zu variant%s side by side, about %zu MiB\n", context, group.size(), group.size() == 1 ? "" : "s", bytes >> 20);
-            measure_group(context, texts, group);
-        }
-        group.clear();
-        bytes = base;
-    };
     for (const auto& variant : variants) {
         bool lacks = false;
         for (const Text& text : texts) {
@@ -52,11 +47,16 @@ void Evaluation::measure_windows(int context, const std::vector<Text>& texts, st
         }
         if (!lacks) { continue; }
         const size_t more = cost(variant, context).bytes + overhead;
-        if (bytes + more > budget) { flush(); }
-        group.push_back(variant);
-        bytes += more;
+        if (groups.empty() || (groups.back().bytes + more > budget && !groups.back().variants.empty())) { groups.push_back({{}, base}); }
+        groups.back().variants.push_back(variant);
+        groups.back().bytes += more;
     }
-    flush();
+    for (size_t i = 0; i < groups.size(); ++i) {
+        const auto& [group, bytes] = groups[i];
+        std::fprintf(stderr, "%d tokens, round %zu of %zu: 16 bit and %zu variant%s side by side, about %zu MiB\n", context, i + 1, groups.size(), group.size(),
+                     group.size() == 1 ? "" : "s", bytes >> 20);
+        measure_group(context, texts, group);
+    }
 }
 
 void Evaluation::measure_group(int context, const std::vector<Text>& texts, std::span<const Variant> group) {

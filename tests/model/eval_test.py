@@ -203,7 +203,10 @@ class EvalTest(unittest.TestCase):
         self.assertIn("no paragraph", error(*small, "-f", few, "-c", "128", "--retrieval", "--haystack", self.write("nothing.txt", 100)))
         self.assertIn("no room for its", error(*small, "-f", few, "-c", "256,128", "--retrieval", "--haystack", PROSE))
         self.assertFalse(os.path.exists(self.path("x")))
-        self.assertIn("had2", crumb("eval", "--list"))
+        listed = crumb("eval", "--list")
+        for line in ("planes           artefact ", "kitty ", "slow ", "q4_0 "):
+            self.assertIn(line, listed)
+        self.assertIn("--haystack requires --retrieval", error(*small, "-f", few, "-c", "128", "--haystack", PROSE))
 
 
 if __name__ == "__main__":
