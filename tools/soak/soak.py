@@ -136,6 +136,7 @@ class Soak:
 
     def slot_files(self, foreign):
         """A good one, to be damaged, and one of another recipe."""
+        self.server.call("/completion", {"prompt": TEXT * 12, "n_predict": 1, "id_slot": 0})
         self.server.call("/slots/0?action=save", {"filename": "good"})
         with open(self.server.path("good"), "rb") as f:
             self.good = f.read()
