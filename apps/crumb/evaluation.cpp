@@ -128,7 +128,7 @@ void Evaluation::require_codes() {
             verdict_.notes.push_back(fmt::format("{} tokens are more than the {} that the model was trained for: its own answers may mean little there", context, trained));
         }
         constexpr int kBlock = int(kBlockPositions);
-        if (const int blocks = (o_.windows * (context - 1 - first(context)) + kBlock - 1) / kBlock; blocks < kFewBlocks) {
+        if (const int64_t blocks = (int64_t(o_.windows) * (context - 1 - first(context)) + kBlock - 1) / kBlock; blocks < kFewBlocks) {
             verdict_.notes.push_back(fmt::format("at {} the ± of a text is of {} block{} of {} positions: below {} it may be far off, give more --windows or a larger -c", context,
                                                  blocks, blocks == 1 ? "" : "s", kBlock, kFewBlocks));
         }
